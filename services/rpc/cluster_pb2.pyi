@@ -1,0 +1,72 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Member(_message.Message):
+    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    incarnation: str
+    grpc_address: str
+    tokens_address: str
+    events_address: str
+    pid: int
+    host: str
+    model: ModelCard
+    load: Load
+    draining: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class ModelCard(_message.Message):
+    __slots__ = ("name", "fingerprint", "layout", "block_size", "max_model_len", "num_blocks", "hash_vector")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HASH_VECTOR_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: str
+    layout: str
+    block_size: int
+    max_model_len: int
+    num_blocks: int
+    hash_vector: bytes
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_vector: _Optional[bytes] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("running", "waiting", "free_blocks", "steps")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    free_blocks: int
+    steps: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class MetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MetricsReply(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: bytes
+    def __init__(self, text: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,71 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PlaceRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "block_hashes", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    prompt_tokens: int
+    max_tokens: int
+    deadline_seconds: float
+    tenant: str
+    priority: int
+    local_prefill_only: bool
+    exclude_incarnations: _containers.RepeatedScalarFieldContainer[str]
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
+
+class Endpoint(_message.Message):
+    __slots__ = ("name", "incarnation", "address")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    incarnation: str
+    address: str
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("decode", "prefill", "decode_cached_blocks", "prefill_cached_blocks", "reason")
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    decode: Endpoint
+    prefill: Endpoint
+    decode_cached_blocks: int
+    prefill_cached_blocks: int
+    reason: str
+    def __init__(self, decode: _Optional[_Union[Endpoint, _Mapping]] = ..., prefill: _Optional[_Union[Endpoint, _Mapping]] = ..., decode_cached_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("request_id", "attempt", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,182 @@
+from services.rpc import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReceiverFrame(_message.Message):
+    __slots__ = ("transfer_id", "hello", "order", "renew", "commit", "abort")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    hello: ReceiverHello
+    order: Order
+    renew: Renew
+    commit: Commit
+    abort: Abort
+    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class SenderFrame(_message.Message):
+    __slots__ = ("transfer_id", "hello", "accepted", "first_token", "progress", "done", "failed", "abort_ack")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    hello: SenderHello
+    accepted: Accepted
+    first_token: FirstToken
+    progress: Progress
+    done: Done
+    failed: Failed
+    abort_ack: AbortAck
+    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ...) -> None: ...
+
+class ConnectorOffer(_message.Message):
+    __slots__ = ("kind", "description")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    description: bytes
+    def __init__(self, kind: _Optional[str] = ..., description: _Optional[bytes] = ...) -> None: ...
+
+class ReceiverHello(_message.Message):
+    __slots__ = ("incarnation", "fingerprint", "layout", "offers", "name")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    fingerprint: str
+    layout: str
+    offers: _containers.RepeatedCompositeFieldContainer[ConnectorOffer]
+    name: str
+    def __init__(self, incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[ConnectorOffer, _Mapping]]] = ..., name: _Optional[str] = ...) -> None: ...
+
+class SenderHello(_message.Message):
+    __slots__ = ("incarnation", "connector", "reason")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    connector: str
+    reason: str
+    def __init__(self, incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class BlockReference(_message.Message):
+    __slots__ = ("incarnation", "block_id", "generation", "content_hash")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    block_id: int
+    generation: int
+    content_hash: bytes
+    def __init__(self, incarnation: _Optional[str] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., content_hash: _Optional[bytes] = ...) -> None: ...
+
+class Order(_message.Message):
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    REPLY_TO_FIELD_NUMBER: _ClassVar[int]
+    SKIP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _worker_pb2.Sampling
+    priority: int
+    deadline_seconds: float
+    cache_salt: str
+    reply_to: str
+    skip_blocks: int
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockReference]
+    lease_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockReference, _Mapping]]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
+class Renew(_message.Message):
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+
+class TokenLogprob(_message.Message):
+    __slots__ = ("token_id", "logprob")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "logprob", "top_logprobs", "cached_tokens")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: float
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    cached_tokens: int
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("bytes", "layers")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    layers: int
+    def __init__(self, bytes: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Failed(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class AbortAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
