@@ -1,0 +1,140 @@
+"""gRPC servers and channels of the cluster: authenticated by the cluster key, with keepalive, health and trace context."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from services.rpc import cluster_pb2, cluster_pb2_grpc
+from services.security import METADATA_KEY, ClusterKey
+
+# W3C trace context of the request being served; channels hand it to the next hop.
+traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # A peer that stops answering is noticed within about 4 s, also between calls.
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    # A restarted peer on the same port is found again quickly.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class _Authenticator(grpc.aio.ServerInterceptor):
+    """Refuses calls without a fresh proof of the cluster key. Health checks stay open."""
+
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        method = str(handler_call_details.method)
+        if not method.startswith("/grpc.health.v1.Health/"):
+            metadata = dict(handler_call_details.invocation_metadata or ())
+            if not self._key.check(method, str(metadata.get(METADATA_KEY, ""))):
+                handler = await continuation(handler_call_details)
+                return _refusal(handler)
+        return await continuation(handler_call_details)
+
+
+def _refusal(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not carry a fresh proof of the cluster key")
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[(bool(handler.request_streaming), bool(handler.response_streaming))]
+    return cast("grpc.RpcMethodHandler[Any, Any]", cast(Any, make)(refuse))
+
+
+def _signed(details: Any, key: ClusterKey | None) -> Any:
+    """Call details with the proof of the cluster key and the trace context added."""
+    metadata = grpc.aio.Metadata(*(details.metadata or ()))
+    method = details.method.decode() if isinstance(details.method, bytes) else details.method
+    if key:
+        metadata.add(METADATA_KEY, key.sign(method))
+    if parent := traceparent.get():
+        metadata.add("traceparent", parent)
+    return details._replace(metadata=metadata)
+
+
+# grpc.aio files an interceptor under the first kind of call it matches, so each kind needs a class of its own.
+class _UnarySigner(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, key: ClusterKey | None) -> None:
+        self._key = key
+
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await continuation(_signed(client_call_details, self._key), request)
+
+
+class _StreamSigner(grpc.aio.StreamStreamClientInterceptor):
+    def __init__(self, key: ClusterKey | None) -> None:
+        self._key = key
+
+    async def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await continuation(_signed(client_call_details, self._key), request_iterator)
+
+
+class NodeService(cluster_pb2_grpc.NodeServicer):
+    """What every process answers: its metrics."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    async def Metrics(
+        self, request: cluster_pb2.MetricsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.MetricsReply:
+        """The process's Prometheus registry as text."""
+        return cluster_pb2.MetricsReply(text=generate_latest(self._registry))
+
+
+class RpcServer:
+    """A gRPC server with Node and health services; `port` is known after construction, calls are served after `start`."""
+
+    def __init__(self, host: str, port: int, key: ClusterKey | None, registry: CollectorRegistry) -> None:
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = [_Authenticator(key)] if key else []
+        self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        cluster_pb2_grpc.add_NodeServicer_to_server(NodeService(registry), self.server)
+        bound = self.server.add_insecure_port(f"{host}:{port}")
+        if bound == 0:
+            raise OSError(f"cannot listen on {host}:{port}: the port is taken; choose another or leave it out")
+        self.address = f"{host}:{bound}"
+
+    async def start(self) -> None:
+        """Begins to serve; not healthy until `set_healthy(True)`."""
+        await self.server.start()
+        await self.set_healthy(False)
+
+    async def set_healthy(self, healthy: bool) -> None:
+        """Sets what grpc.health.v1 answers for the whole server."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if healthy else status.NOT_SERVING)
+
+    async def stop(self, grace: float = 0.5) -> None:
+        """Ends all calls within `grace` seconds."""
+        await self.server.stop(grace)
+
+
+def make_channel(address: str, key: ClusterKey | None) -> grpc.aio.Channel:
+    """A channel to a peer of the cluster."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=[_UnarySigner(key), _StreamSigner(key)])
