@@ -1,4 +1,6 @@
-"""gRPC servers and channels of the cluster: authenticated by the cluster key, with keepalive, health and trace context."""
+"""gRPC servers and channels of the cluster: cluster key, keepalive, health, trace context."""
+
+from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
@@ -40,15 +42,15 @@ class _Authenticator(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         method = str(handler_call_details.method)
         if not method.startswith("/grpc.health.v1.Health/"):
             metadata = dict(handler_call_details.invocation_metadata or ())
             if not self._key.check(method, str(metadata.get(METADATA_KEY, ""))):
                 handler = await continuation(handler_call_details)
-                return _refusal(handler)
+                return _refusal(handler) if handler else None
         return await continuation(handler_call_details)
 
 
@@ -107,7 +109,7 @@ class NodeService(cluster_pb2_grpc.NodeServicer):
 
 
 class RpcServer:
-    """A gRPC server with Node and health services; `port` is known after construction, calls are served after `start`."""
+    """A gRPC server with Node and health services; `address` is known at once, calls are served after `start`."""
 
     def __init__(self, host: str, port: int, key: ClusterKey | None, registry: CollectorRegistry) -> None:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = [_Authenticator(key)] if key else []
