@@ -1,8 +1,8 @@
 """The cluster key: one secret that all processes of a cluster share and that proves a peer on every internal socket.
 
-gRPC calls carry an HMAC of (method, nonce). A nonce is accepted once, so a recorded call cannot be played again while it
-is remembered. ZMQ sockets use CURVE (encrypted and authenticated) with a key pair derived from the secret: whoever lacks
-the secret knows neither half. Without a key, sockets bind loopback only (`services.config` refuses anything else).
+gRPC calls carry an HMAC of (method, nonce). A nonce is accepted once, so a recorded call cannot be played again while
+it is remembered. ZMQ sockets use CURVE (encrypted and authenticated) with a key pair derived from the secret: whoever
+lacks the secret knows neither half. Without a key, sockets bind loopback only (`services.config` refuses the rest).
 """
 
 import hashlib

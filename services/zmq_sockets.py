@@ -27,17 +27,34 @@ def _prepare(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, key: ClusterKey | N
             socket.setsockopt(zmq.CURVE_SERVERKEY, key.curve.public)
 
 
-def bind_socket(kind: int, host: str, key: ClusterKey | None) -> tuple[zmq.asyncio.Socket, str]:
-    """A socket of `kind` (zmq.PULL, zmq.PUB) on a free port of `host`, and its address `tcp://host:port`."""
-    socket = zmq.asyncio.Context.instance().socket(kind)
+def pull_socket(host: str, key: ClusterKey | None) -> tuple[zmq.asyncio.Socket, str]:
+    """Receives from many pushers (asyncio). Bound to a free port of `host`; with its address `tcp://host:port`."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
     _prepare(socket, key, server=True)
     port = socket.bind_to_random_port(f"tcp://{host}")
     return socket, f"tcp://{host}:{port}"
 
 
-def connect_socket(kind: int, address: str, key: ClusterKey | None) -> zmq.asyncio.Socket:
-    """A socket of `kind` (zmq.PUSH, zmq.SUB) connected to `address`; it reconnects by itself."""
-    socket = zmq.asyncio.Context.instance().socket(kind)
+def push_socket(address: str, key: ClusterKey | None) -> zmq.Socket[bytes]:
+    """Sends to one puller; to be used with zmq.DONTWAIT. Reconnects by itself."""
+    socket = zmq.Context.instance().socket(zmq.PUSH)
     _prepare(socket, key, server=False)
+    socket.connect(address)
+    return socket
+
+
+def pub_socket(host: str, key: ClusterKey | None) -> tuple[zmq.Socket[bytes], str]:
+    """Publishes without ever blocking. Bound to a free port of `host`; with its address."""
+    socket = zmq.Context.instance().socket(zmq.PUB)
+    _prepare(socket, key, server=True)
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return socket, f"tcp://{host}:{port}"
+
+
+def sub_socket(address: str, topic: bytes, key: ClusterKey | None) -> zmq.asyncio.Socket:
+    """Receives what the publisher at `address` sends under `topic` (asyncio). Reconnects by itself."""
+    socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+    _prepare(socket, key, server=False)
+    socket.setsockopt(zmq.SUBSCRIBE, topic)
     socket.connect(address)
     return socket
