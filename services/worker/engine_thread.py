@@ -22,7 +22,7 @@ class EngineThread:
     def __init__(
         self, engine: Engine, on_step: Callable[[StepOutput], None], on_crash: Callable[[Exception], None]
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._on_step = on_step
         self._on_crash = on_crash
         self._calls: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -68,8 +68,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._run_calls():
-                if self._engine.has_work():
-                    output = self._engine.step()
+                if self.engine.has_work():
+                    output = self.engine.step()
                     self.last_progress = time.monotonic()
                     self._loop.call_soon_threadsafe(self._on_step, output)
         except Exception as error:
@@ -79,9 +79,9 @@ class EngineThread:
         """Runs what was posted; waits for a call while there is nothing to compute. False: stop."""
         while True:
             try:
-                item = self._calls.get(block=not self._engine.has_work(), timeout=0.25)
+                item = self._calls.get(block=not self.engine.has_work(), timeout=0.25)
             except queue.Empty:
-                if self._engine.has_work():
+                if self.engine.has_work():
                     return True
                 self.last_progress = time.monotonic()
                 continue
