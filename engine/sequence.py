@@ -1,0 +1,81 @@
+"""A request on its way through the engine: its tokens, its blocks and its state."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.hashing import block_hashes
+from engine.request import FinishReason, Request
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"  # holds nothing
+    RESERVED = "reserved"  # holds blocks into which a peer writes the KV of the prompt
+    RUNNING = "running"
+    HELD = "held"  # prompt computed and first token sampled; blocks are pinned until a peer has them
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The scheduler's view of one request."""
+
+    request: Request
+    arrival: int
+    block_size: int
+    root: bytes  # parent hash of the first block
+    hold: bool = False  # go to HELD after the first sampled token
+    state: State = State.WAITING
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, extended on demand
+    num_published: int = 0  # leading blocks that can be found by hash
+    num_cached_tokens: int | None = None  # prefix hit at first admission
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        """Output tokens of an earlier attempt are computed like a prompt."""
+        self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens that the client sent."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far, those of earlier attempts included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is missing."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def claim(self) -> tuple[int, int]:
+        """Sort key of its claim to be served: smaller is better."""
+        return (self.request.priority, self.arrival)
+
+    def full_hashes(self, num_blocks: int) -> list[bytes]:
+        """Hashes of the first `num_blocks` full blocks."""
+        if len(self.hashes) < num_blocks:
+            done = len(self.hashes)
+            tokens = self.token_ids[done * self.block_size : num_blocks * self.block_size]
+            self.hashes += block_hashes(tokens, self.block_size, self.hashes[-1] if self.hashes else self.root)
+        return self.hashes[:num_blocks]
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends the sequence; blocks are the scheduler's to free."""
+        self.state = State.FINISHED
+        self.finish_reason = reason
+        self.error = error
