@@ -106,6 +106,14 @@ class BlockPool:
         """Counts these blocks under "transfer" until they are free: a peer may still write them."""
         self._in_transfer.update(block_ids)
 
+    def unmark_transfer(self, block_ids: Iterable[int]) -> None:
+        """The peer has written its last byte into these blocks."""
+        self._in_transfer.difference_update(block_ids)
+
+    def num_idle(self, hashes: Iterable[bytes]) -> int:
+        """How many of these cached blocks nobody holds, so that acquiring them shrinks the free list."""
+        return sum(self._references[self._block_of[block_hash]] == 0 for block_hash in hashes)
+
     def clear(self) -> None:
         """Forgets all cached content; blocks in use stay with their holders."""
         self._hash_of = [None] * self.num_blocks
@@ -122,7 +130,7 @@ class BlockPool:
         return events
 
     def counts(self) -> dict[str, int]:
-        """Blocks by state: free (empty), cached (free, findable), active (held), transfer (held for a peer's writes)."""
+        """Blocks by state: free , cached (free but findable), active, transfer (a peer may write)."""
         cached = sum(1 for block in self._free if self._hash_of[block] is not None)
         held = self.num_blocks - len(self._free)
         transfer = len(self._in_transfer)

@@ -1,0 +1,337 @@
+"""Decides what each step computes.
+
+Prefill and decode are the same thing here: "compute the next n tokens of this sequence", until its computed tokens
+catch up with its tokens; then one more is sampled. A step has one token budget. Running sequences come first, by claim
+(priority, then arrival), then waiting ones are admitted. When blocks run out, the running sequence with the weakest
+claim gives its blocks back and is computed again later.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from engine.request import FinishReason
+from engine.sequence import Sequence, State
+
+
+@dataclass(slots=True)
+class Entry:
+    """Compute tokens [start, start + num_tokens) of one sequence."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """First token not computed by this entry."""
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence's last token is computed, so that the next can be sampled."""
+        return self.end == len(self.sequence.token_ids)
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step computes, decodes first, and which sequences ended without computing."""
+
+    entries: list[Entry] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(entry.num_tokens for entry in self.entries)
+
+
+class Scheduler:
+    """Continuous batching over one block pool."""
+
+    def __init__(
+        self, pool: BlockPool, *, block_size: int, max_batched_tokens: int, max_running: int, max_model_len: int
+    ) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_batched_tokens = max_batched_tokens
+        self.max_running = max_running
+        self.max_model_len = max_model_len
+        self.sequences: dict[str, Sequence] = {}  # all that have not ended
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._ended: list[Sequence] = []  # ended outside of complete(); told with the next step
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are computed step by step."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks, and those that wait for a peer's KV."""
+        return len(self.sequences) - len(self._running)
+
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._running or self._waiting or self._ended)
+
+    # Life of a sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence in; it waits for its turn."""
+        self.sequences[sequence.request_id] = sequence
+        self._wait(sequence)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Ends a sequence at any state and frees its blocks; None if it is not known."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence, "abort")
+        return sequence
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """Ends a sequence whose step failed."""
+        self._end(sequence, "error", error)
+
+    # Handoff: the decode side
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Takes blocks for all tokens of a new sequence, shared ones for its cached prefix; a peer will fill the rest.
+
+        False when there is no room now: one block per running sequence stays free, so that they can go on.
+        """
+        cached, needed = self._match(sequence, len(sequence.token_ids))
+        if self._free_besides(sequence, cached) < needed + len(self._running):
+            return False
+        self._take(sequence, cached, needed)
+        sequence.state = State.RESERVED
+        self.sequences[sequence.request_id] = sequence
+        self.pool.mark_transfer(sequence.block_ids[cached:])
+        return True
+
+    def commit(self, request_id: str, first_token: int) -> Sequence | None:
+        """The KV of all tokens has landed and the first new token is known: the sequence joins the batch.
+
+        The caller emits the token; the sequence may end with it. None if it is not reserved (any more).
+        """
+        sequence = self.sequences.get(request_id)
+        if sequence is None or sequence.state is not State.RESERVED:
+            return None
+        self.pool.unmark_transfer(sequence.block_ids)
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        self._publish(sequence)
+        sequence.state = State.RUNNING
+        self._running.append(sequence)
+        self._append(sequence, first_token)
+        return sequence
+
+    def recompute(self, request_id: str) -> Sequence | None:
+        """The transfer failed and nobody writes into the blocks any more: the prompt is computed here."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None or sequence.state is not State.RESERVED:
+            return None
+        self._free(sequence)
+        self._wait(sequence)
+        return sequence
+
+    def detach(self, request_id: str, *, then_wait: bool) -> list[int]:
+        """Takes from a reserved sequence the blocks that a peer may still write; the caller releases them later.
+
+        The sequence waits to be computed here, or ends if not `then_wait`.
+        """
+        sequence = self.sequences.get(request_id)
+        if sequence is None or sequence.state is not State.RESERVED:
+            return []
+        own = sequence.block_ids[sequence.num_published :]
+        self.pool.release(sequence.block_ids[: sequence.num_published])
+        sequence.block_ids = []
+        sequence.num_published = sequence.num_computed_tokens = 0
+        if then_wait:
+            self._wait(sequence)
+        else:
+            self._end(sequence, "abort")
+        return own
+
+    # Handoff: the prefill side
+
+    def release(self, request_id: str) -> None:
+        """Ends a held sequence: its blocks are wherever they had to go."""
+        sequence = self.sequences.get(request_id)
+        if sequence is not None and sequence.state is State.HELD:
+            self._end(sequence, "stop")
+            self._ended.remove(sequence)
+
+    # The step
+
+    def schedule(self, now: float | None = None) -> Step:
+        """The next step. Takes blocks for it; preempts where they do not suffice."""
+        now = time.monotonic() if now is None else now
+        for sequence in list(self.sequences.values()):
+            if sequence.request.deadline < now and sequence.state in (State.WAITING, State.RUNNING):
+                self._end(sequence, "error", "deadline exceeded")
+        entries: list[Entry] = []
+        budget = self.max_batched_tokens
+        # Decodes first: one token each, so that a long prompt stalls nobody.
+        for sequence in sorted(self._running, key=lambda s: (s.num_uncomputed_tokens > 1, s.claim)):
+            if sequence.state is not State.RUNNING or budget < 1:
+                continue  # preempted for a sequence before it
+            count = min(sequence.num_uncomputed_tokens, budget)
+            if self._grow(sequence, sequence.num_computed_tokens + count, entries):
+                entries.append(Entry(sequence, sequence.num_computed_tokens, count))
+                budget -= count
+        entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]
+        budget = self.max_batched_tokens - sum(entry.num_tokens for entry in entries)
+        self._waiting.sort(key=lambda s: s.claim)
+        while self._waiting and budget > 0 and len(self._running) < self.max_running:
+            entry = self._admit(self._waiting[0], budget)
+            if entry is None:
+                break
+            entries.append(entry)
+            budget -= entry.num_tokens
+        entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]
+        ended, self._ended = self._ended, []
+        return Step(entries, ended)
+
+    def complete(self, step: Step, sampled: dict[str, int]) -> list[Sequence]:
+        """Books a computed step and appends sampled tokens. Returns the sequences that got a token or ended."""
+        changed = []
+        for entry in step.entries:
+            sequence = entry.sequence
+            if sequence.state is not State.RUNNING or sequence.num_computed_tokens != entry.start:
+                continue  # aborted meanwhile
+            sequence.num_computed_tokens = entry.end
+            self._publish(sequence)
+            if (token := sampled.get(sequence.request_id)) is not None:
+                changed.append(sequence)
+                self._append(sequence, token)
+            elif entry.samples:
+                changed.append(sequence)  # max_tokens is 0: only the prompt was wanted
+                self._end_running(sequence, "length")
+        return changed
+
+    # Inside
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        self._waiting.append(sequence)
+
+    def _admit(self, sequence: Sequence, budget: int) -> Entry | None:
+        """Moves a waiting sequence into the batch; None if there is no room for its first chunk."""
+        cached, _ = self._match(sequence, len(sequence.token_ids))
+        start = cached * self.block_size
+        count = min(len(sequence.token_ids) - start, budget)
+        needed = self._blocks_for(start + count) - cached
+        if self._free_besides(sequence, cached) < needed + len(self._running):
+            if not self._running and not self._others_hold_blocks():
+                # Alone and still no room: it never fits.
+                self._end_too_long(sequence)
+            return None
+        self._waiting.remove(sequence)
+        self._take(sequence, cached, needed)
+        sequence.num_computed_tokens = start
+        sequence.state = State.RUNNING
+        self._running.append(sequence)
+        return Entry(sequence, start, count)
+
+    def _others_hold_blocks(self) -> bool:
+        return self.pool.num_free < self.pool.num_blocks
+
+    def _grow(self, sequence: Sequence, num_tokens: int, entries: list[Entry]) -> bool:
+        """Gives a running sequence blocks for `num_tokens`; preempts weaker claims. False if it is itself preempted."""
+        needed = self._blocks_for(num_tokens) - len(sequence.block_ids)
+        while needed > self.pool.num_free:
+            weakest = max(self._running, key=lambda s: s.claim)
+            if weakest is not sequence:
+                self._preempt(weakest)
+            elif len(self._running) == 1 and not self._reserved_or_held():
+                self._end_too_long(sequence)
+                return False
+            else:
+                self._preempt(sequence)
+                return False
+        if needed > 0:
+            sequence.block_ids += self.pool.allocate(needed)
+        return True
+
+    def _reserved_or_held(self) -> bool:
+        return any(s.state in (State.RESERVED, State.HELD) for s in self.sequences.values())
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        self._free(sequence)
+        self._wait(sequence)
+
+    def _end_too_long(self, sequence: Sequence) -> None:
+        if sequence.num_output_tokens > len(sequence.request.output_token_ids):
+            self._end(sequence, "length")
+        else:
+            capacity = self.pool.num_blocks * self.block_size
+            self._end(
+                sequence, "error", f"{len(sequence.token_ids)} tokens do not fit the KV pool of {capacity} tokens"
+            )
+
+    def _match(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
+        """(cached leading blocks, further blocks needed) for a sequence without blocks.
+
+        The last token is always computed, since its logits are needed, and a shared block is never written: the block
+        of the last token is never taken from the cache.
+        """
+        cached = 0
+        if sequence.request.sampling.prompt_logprobs is None:
+            cached = self.pool.match(sequence.full_hashes((len(sequence.token_ids) - 1) // self.block_size))
+        return cached, self._blocks_for(num_tokens) - cached
+
+    def _free_besides(self, sequence: Sequence, cached: int) -> int:
+        """Free blocks that would be left after the cached prefix is taken."""
+        return self.pool.num_free - self.pool.num_idle(sequence.hashes[:cached])
+
+    def _take(self, sequence: Sequence, cached: int, needed: int) -> None:
+        sequence.block_ids = self.pool.acquire(sequence.hashes[:cached]) + self.pool.allocate(needed)
+        sequence.num_published = cached
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = min(cached * self.block_size, sequence.num_prompt_tokens)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = sequence.num_computed_tokens // self.block_size
+        if full > sequence.num_published:
+            hashes = sequence.full_hashes(full)
+            self.pool.publish(sequence.block_ids[sequence.num_published : full], hashes[sequence.num_published :])
+            sequence.num_published = full
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        """Appends a sampled token to a running sequence and applies the rules that end it."""
+        sequence.token_ids.append(token)
+        sampling = sequence.request.sampling
+        count = sequence.num_output_tokens
+        if sequence.hold:
+            self._running.remove(sequence)
+            sequence.state = State.HELD
+        elif count > sampling.min_tokens and (token in sampling.stop_token_ids or token in sampling.eos_token_ids):
+            sequence.stop_token_id = token
+            self._end_running(sequence, "stop")
+        elif count >= sampling.max_tokens or len(sequence.token_ids) >= self.max_model_len:
+            self._end_running(sequence, "length")
+
+    def _end_running(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence in complete() or commit(), which tell it themselves."""
+        self._end(sequence, reason)
+        self._ended.remove(sequence)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if sequence.state is State.RUNNING:
+            self._running.remove(sequence)
+        elif sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        self._free(sequence)
+        sequence.finish(reason, error)
+        self.sequences.pop(sequence.request_id, None)
+        self._ended.append(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_published = sequence.num_computed_tokens = 0
