@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: the interface and one backend a file."""

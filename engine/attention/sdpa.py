@@ -1,0 +1,196 @@
+"""Attention on CPU: torch's scaled_dot_product_attention over gathered pages.
+
+A step is cut into *tiles*: a decode is a tile of one query token, a prompt chunk is cut into tiles of `TILE` tokens,
+each of which sees only the context up to its own end. Tiles of similar query and context length form a group; a group
+gathers its pages and attends in one call per layer. The query heads that share a KV head become query rows, so KV is
+never repeated.
+
+What makes a row independent, bit for bit, of its neighbours, of padding and of how a prompt was cut into chunks
+(float32, measured on AMD for AVX2 and AVX-512 with head sizes 16 to 256, and tested):
+
+- torch walks the keys in windows of 512. Masked keys add exact zeros, so more padding changes nothing as long as the
+  matrix product sums a window in the same pieces. MKL cuts a window of up to 192 keys not at all, one of 384 or more at
+  multiples of 192, and one between in halves; `padded_context` avoids those between.
+- a product with fewer than four rows takes another path, so query rows come in multiples of four.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from engine.attention.base import AttentionBackend, AttentionContext, LayerKind, Span
+from engine.kv_cache import KVCache
+
+TILE = 128  # query tokens
+_WINDOW = 512  # keys that torch's kernel takes at once
+_BUCKETS = np.array([32, 64, 96, 128, 192, 384, 448, _WINDOW])  # contexts within a window that are worth a group
+_GROUP_VALUES = 1 << 23  # gathered cache values that one group may hold, unless a single tile needs more
+
+IntArray = npt.NDArray[np.int64]
+
+
+def padded_context(length: IntArray) -> IntArray:
+    """Number of keys to compute for a context of `length`: the next multiple of 16 that no result can depend on."""
+    inside = (length - 1) % _WINDOW + 1
+    padded = (inside + 15) // 16 * 16
+    return length - inside + np.where((padded > 192) & (padded < 384), 384, padded)
+
+
+class _Tiles(NamedTuple):
+    """Arrays [T], one entry a tile."""
+
+    span: IntArray  # which block table row
+    first: IntArray  # index in the step of the first query token
+    length: IntArray  # query tokens
+    context: IntArray  # keys that the last query token sees
+
+
+class _Group(NamedTuple):
+    """Tiles that attend in one call: n tiles, T query tokens and S keys each, after padding."""
+
+    pages: torch.Tensor  # [num_layers, n * P]: rows of the cache seen as [num_blocks * num_layers, values of a page]
+    mask: torch.Tensor  # [n, 1, rows or 1, S], 0 or -inf
+    tokens: torch.Tensor | None  # [n * T]: query tokens; None: all tokens of the step in order
+    kept: torch.Tensor | None  # which of the n * T are not padding; None: all
+    shape: tuple[int, int, int]  # n, T, S
+
+
+class SdpaBackend(AttentionBackend):
+    """Full causal attention in the compute dtype of the queries; the cache may have another dtype."""
+
+    def __init__(self, cache: KVCache, kind: LayerKind) -> None:
+        if kind.sliding_window is not None or kind.logit_softcap is not None:
+            raise NotImplementedError("the CPU attention backend offers neither sliding windows nor logit soft-caps")
+        if kind.num_heads % cache.spec.num_kv_heads:
+            raise ValueError(f"{kind.num_heads} query heads cannot share {cache.spec.num_kv_heads} KV heads evenly")
+        self.cache = cache
+        self.kind = kind
+
+    def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> "SdpaContext":
+        """Prepares the index tensors and masks of one step."""
+        spec = self.cache.spec
+        starts = np.array([span.start for span in spans])
+        lengths = np.array([span.length for span in spans])
+        ends = starts + lengths
+        firsts = np.cumsum(lengths) - lengths
+        table = _block_table([span.block_ids for span in spans], int(padded_context(ends).max()), spec.block_size)
+
+        owner = np.repeat(np.arange(len(spans)), lengths)
+        positions = np.arange(len(owner)) - firsts[owner] + starts[owner]
+        blocks = table[owner, positions // spec.block_size]
+        slots = blocks * (spec.num_layers * spec.block_size) + positions % spec.block_size
+
+        tiles = _cut(starts, lengths, firsts)
+        groups = [self._group(tiles, members, table, len(owner)) for members in self._similar(tiles)]
+        return SdpaContext(self, torch.from_numpy(slots), groups, on_layer)
+
+    def _similar(self, tiles: _Tiles) -> Iterator[IntArray]:
+        """Indexes of tiles that are worth computing together."""
+        inside = (tiles.context - 1) % _WINDOW + 1
+        bucket = tiles.context - inside + _BUCKETS[np.searchsorted(_BUCKETS, inside)]
+        query = np.ceil(np.log2(tiles.length)).astype(np.int64)
+        values = 2 * self.cache.spec.num_kv_heads * self.cache.spec.head_dim
+        keys = query << 40 | bucket
+        for key in np.unique(keys):
+            members = np.flatnonzero(keys == key)
+            most = max(1, _GROUP_VALUES // (int(key & ((1 << 40) - 1)) * values))
+            for i in range(0, len(members), most):
+                yield members[i : i + most]
+
+    def _group(self, tiles: _Tiles, members: IntArray, table: IntArray, num_tokens: int) -> _Group:
+        spec = self.cache.spec
+        lengths, contexts = tiles.length[members], tiles.context[members]
+        n, query, keys = len(members), int(lengths.max()), int(padded_context(contexts).max())
+        pages = table[tiles.span[members], : -(-keys // spec.block_size)].reshape(-1) * spec.num_layers
+
+        offsets = np.arange(query)
+        tokens = tiles.first[members, None] + np.minimum(offsets, lengths[:, None] - 1)
+        visible = contexts[:, None] - np.maximum(lengths[:, None] - 1 - offsets, 0)  # [n, query]
+        if query > 1:  # one entry a query row: the token's, for each head of the group; padding sees what the last sees
+            visible = np.repeat(visible, self.kind.num_heads // spec.num_kv_heads, axis=1)
+            visible = np.pad(visible, ((0, 0), (0, -visible.shape[1] % 4)), mode="edge")
+        mask = np.where(np.arange(keys) < visible[:, None, :, None], np.float32(0), np.float32(-np.inf))
+
+        kept = (offsets < lengths[:, None]).reshape(-1)
+        in_order = len(kept) == num_tokens and bool((tokens.reshape(-1) == np.arange(num_tokens)).all())
+        return _Group(
+            pages=torch.from_numpy(pages + np.arange(spec.num_layers)[:, None]),
+            mask=torch.from_numpy(mask),
+            tokens=None if in_order else torch.from_numpy(tokens.reshape(-1)),
+            kept=None if kept.all() else torch.from_numpy(np.flatnonzero(kept)),
+            shape=(n, query, keys),
+        )
+
+
+class SdpaContext(AttentionContext):
+    """One step over the pages of an `SdpaBackend`."""
+
+    def __init__(
+        self, backend: SdpaBackend, slots: torch.Tensor, groups: list[_Group], on_layer: Callable[[int], None] | None
+    ) -> None:
+        spec = backend.cache.spec
+        self._spec = spec
+        self._scale = backend.kind.scale
+        self._on_layer = on_layer
+        self._slots = slots  # [N]: rows of `_by_token` for layer 0
+        self._groups = groups
+        self._by_token = backend.cache.tensor.view(-1, spec.num_kv_heads * 2 * spec.head_dim)
+        self._by_page = backend.cache.tensor.view(-1, spec.block_size * spec.num_kv_heads * 2 * spec.head_dim)
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `AttentionContext.forward`."""
+        rows = torch.cat((k, v), dim=-1).view(len(k), -1).to(self._by_token.dtype)
+        self._by_token.index_copy_(0, self._slots + layer * self._spec.block_size, rows)
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        if len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._attend(self._groups[0], layer, q)
+        out = torch.empty_like(q)
+        for group in self._groups:
+            result = self._attend(group, layer, q)
+            if group.kept is not None:
+                result = result.index_select(0, group.kept)
+            assert group.tokens is not None
+            out.index_copy_(0, group.tokens if group.kept is None else group.tokens[group.kept], result)
+        return out
+
+    def _attend(self, group: _Group, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Queries of the step [N, heads, D] -> the group's results [n * T, heads, D]."""
+        n, query, keys = group.shape
+        heads, dim = q.shape[1:]
+        kv_heads = self._spec.num_kv_heads
+        if group.tokens is not None:
+            q = q.index_select(0, group.tokens)
+        rows = q.view(n, query, kv_heads, -1, dim).transpose(1, 2).reshape(n, kv_heads, -1, dim)
+        num_rows = rows.shape[2]
+        if num_rows % 4:
+            rows = pad(rows, (0, 0, 0, -num_rows % 4))
+        pages = self._by_page.index_select(0, group.pages[layer]).to(q.dtype)
+        kv = pages.view(n, -1, kv_heads, 2 * dim)[:, :keys].transpose(1, 2)
+        out = scaled_dot_product_attention(
+            rows, kv[..., :dim], kv[..., dim:], attn_mask=group.mask.to(q.dtype), scale=self._scale
+        )
+        out = out[:, :, :num_rows].reshape(n, kv_heads, query, -1, dim)
+        return out.transpose(1, 2).reshape(n * query, heads, dim)
+
+
+def _block_table(block_ids: list[Sequence[int]], num_keys: int, block_size: int) -> IntArray:
+    """[n, P] with room for `num_keys`; what a sequence lacks is filled with its own first block (and masked)."""
+    counts = np.array([len(ids) for ids in block_ids])
+    width = max(int(counts.max()), -(-num_keys // block_size))
+    table = np.repeat(np.array([ids[0] for ids in block_ids])[:, None], width, axis=1)
+    table[np.arange(width) < counts[:, None]] = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in block_ids])
+    return table
+
+
+def _cut(starts: IntArray, lengths: IntArray, firsts: IntArray) -> _Tiles:
+    """Cuts spans [n] into tiles of at most TILE tokens."""
+    counts = -(-lengths // TILE)
+    span = np.repeat(np.arange(len(starts)), counts)
+    offset = (np.arange(len(span)) - (np.cumsum(counts) - counts)[span]) * TILE
+    length = np.minimum(lengths[span] - offset, TILE)
+    return _Tiles(span, firsts[span] + offset, length, starts[span] + offset + length)

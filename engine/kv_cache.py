@@ -1,0 +1,84 @@
+"""The memory of the paged KV cache: where the keys and values of one block lie, and in how many bytes.
+
+One tensor holds everything. One block is one contiguous range of it, and so is one layer of one block, so that a block
+can be moved to another worker without packing. Who owns which block is the business of `engine.block_pool`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class KVCacheError(ValueError):
+    """The memory given for a KV cache does not fit it."""
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """Shape of one cache group: layers that keep the same number of heads for the same tokens."""
+
+    num_layers: int
+    block_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one block."""
+        return self.block_size * self.num_kv_heads * 2 * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def layout(self) -> str:
+        """Names everything that decides the bytes of a block: workers with equal layouts can exchange blocks."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"layers={self.num_layers},tokens={self.block_size},kv_heads={self.num_kv_heads}"
+            f",k|v={self.head_dim}+{self.head_dim},{dtype}"
+        )
+
+
+class KVCache:
+    """`tensor` [num_blocks, num_layers, block_size, num_kv_heads, 2 * head_dim]: K, then V in the last dimension.
+
+    `buffer` is writable memory of at least `num_blocks * spec.block_bytes` bytes, such as an mmap of shared memory;
+    without one the cache allocates its own. It is filled with zeros, which also makes every page resident.
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, buffer: Any = None) -> None:
+        size = num_blocks * spec.block_bytes
+        if num_blocks < 1:
+            raise KVCacheError(f"a KV cache needs at least one block, not {num_blocks}: give it more memory")
+        if buffer is None:
+            data = torch.zeros(size, dtype=torch.uint8)
+        else:
+            with memoryview(buffer) as view:
+                if view.readonly or view.nbytes < size:
+                    raise KVCacheError(
+                        f"the buffer for {num_blocks} KV blocks must be writable and hold {size} bytes; "
+                        f"it holds {view.nbytes}{' and is read-only' if view.readonly else ''}"
+                    )
+            data = torch.frombuffer(buffer, dtype=torch.uint8, count=size).zero_()
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self._bytes = data.numpy().data
+        self.tensor = data.view(spec.dtype).view(
+            num_blocks, spec.num_layers, spec.block_size, spec.num_kv_heads, 2 * spec.head_dim
+        )
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """View [num_blocks, block_size, num_kv_heads, 2 * head_dim] of one layer."""
+        return self.tensor[:, layer]
+
+    def block_bytes_view(self, block_id: int) -> memoryview:
+        """The contiguous bytes of one block, readable and writable in place. Layer `l` starts at `l * layer_bytes`."""
+        if not 0 <= block_id < self.num_blocks:
+            raise KVCacheError(f"block {block_id} is not among the {self.num_blocks} blocks of this cache")
+        start = block_id * self.spec.block_bytes
+        return self._bytes[start : start + self.spec.block_bytes]
