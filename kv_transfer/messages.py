@@ -1,0 +1,91 @@
+"""What the two sides of a KV transfer tell each other. `transfer_id` is `request_id/attempt`.
+
+Any of these may come late, twice, out of order or never; the state machines in `receiver` and `sender` cope.
+"""
+
+import msgspec
+
+from engine.request import Request, TokenLogprob
+from kv_transfer.references import BlockRef
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill: compute this prompt and write its KV into these blocks.
+
+    `blocks[i]` is the destination of prompt block `skip_blocks + i`; the blocks before are cached at the receiver.
+    """
+
+    transfer_id: str
+    request: Request
+    blocks: list[BlockRef]
+    skip_blocks: int
+    reply_to: str
+    lease_seconds: float
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill: still wanted."""
+
+    transfer_id: str
+    lease_seconds: float
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill, positive acknowledgement: the bytes are verified, the source blocks may be freed."""
+
+    transfer_id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill: stop writing and say so."""
+
+    transfer_id: str
+    reason: str
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: the order is queued."""
+
+    transfer_id: str
+    lease_seconds: float
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: the first token, usually before the last byte of KV."""
+
+    transfer_id: str
+    token_id: int
+    logprob: TokenLogprob | None
+    cached_tokens: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: bytes were written; renews the receiver's lease."""
+
+    transfer_id: str
+    bytes: int
+    layers: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: all is written; xxh3_64 of each block, in the order of `Order.blocks`."""
+
+    transfer_id: str
+    checksums: list[int]
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode, negative acknowledgement: it did not work out, and nothing will be written any more."""
+
+    transfer_id: str
+    reason: str
+
+
+class AbortAck(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: nothing will be written any more."""
+
+    transfer_id: str
+
+
+ToSender = Order | Renew | Commit | Abort
+ToReceiver = Accepted | FirstToken | Progress | Done | Failed | AbortAck

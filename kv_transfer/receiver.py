@@ -1,0 +1,193 @@
+"""The decode side of one KV transfer, as a state machine without sockets, threads or a clock of its own.
+
+Feed it messages, ticks and the fate of its peer; carry out the actions that it returns. What it guarantees: the
+destination blocks go back to their owner only when the writer has said that it is done or has stopped, or is fenced;
+every wait ends by a deadline; any message may be late, doubled, reordered or lost.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.request import TokenLogprob
+from kv_transfer.messages import (
+    Abort,
+    AbortAck,
+    Accepted,
+    Commit,
+    Done,
+    Failed,
+    FirstToken,
+    Order,
+    Progress,
+    Renew,
+    ToReceiver,
+    ToSender,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this message to the peer."""
+
+    message: ToSender
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """All bytes should be here: compare with these checksums, then call `verified`."""
+
+    checksums: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Verified: the sequence joins the batch, its first token is this."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The transfer failed and nobody writes any more: the blocks are the sequence's to use or free."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """The transfer failed or is not wanted, but the writer may still write: keep the blocks aside.
+
+    `recompute`: the sequence goes on without them; else it ends.
+    """
+
+    reason: str
+    recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBlocks:
+    """The writer has stopped: blocks set aside by `Detach` are free."""
+
+
+Action = Send | Verify | Join | Recompute | Detach | ReleaseBlocks
+
+
+class ReceiverState(Enum):
+    """Where the transfer stands."""
+
+    ORDERED = "ordered"  # waits for the bytes
+    VERIFYING = "verifying"
+    ABORTING = "aborting"  # blocks are set aside until the writer has stopped
+    CLOSED = "closed"
+
+
+class ReceiverTransfer:
+    """One transfer. Times are monotonic seconds."""
+
+    def __init__(self, order: Order, *, deadline: float) -> None:
+        self.order = order
+        self.state = ReceiverState.ORDERED
+        self.first_token: FirstToken | None = None
+        self._deadline = deadline
+        self._lease_ends = 0.0
+        self._renew_at = 0.0
+        self._resend_at = 0.0
+
+    @property
+    def transfer_id(self) -> str:
+        """Id of the transfer."""
+        return self.order.transfer_id
+
+    def start(self, now: float) -> list[Action]:
+        """Sends the order."""
+        self._renew(now)
+        return [Send(self.order)]
+
+    def on_message(self, message: ToReceiver, now: float) -> list[Action]:
+        """Handles a message of the writer."""
+        if self.state is ReceiverState.CLOSED:
+            return []
+        if self.state is ReceiverState.ABORTING:
+            # Done also says that nothing is written any more; the abort stays in force.
+            return self._writer_stopped() if isinstance(message, AbortAck | Failed | Done) else []
+        match message:
+            case Accepted() | Progress():
+                self._lease_ends = now + self.order.lease_seconds
+            case FirstToken():
+                self._lease_ends = now + self.order.lease_seconds
+                self.first_token = self.first_token or message
+            case Done():
+                if self.state is ReceiverState.ORDERED:
+                    self.state = ReceiverState.VERIFYING
+                    return [Verify(message.checksums)]
+            case Failed():
+                return self._close(Recompute(message.reason))
+            case AbortAck():
+                # Nobody asked: the writer has dropped the transfer on its own.
+                return self._close(Recompute("the prefill worker stopped"))
+        return []
+
+    def verified(self, ok: bool, now: float) -> list[Action]:
+        """The checksums were compared. The writer is done either way, so the blocks are safe."""
+        if self.state is not ReceiverState.VERIFYING:
+            return []
+        if not ok:
+            return [Send(Abort(self.transfer_id, "checksum mismatch")), *self._close(Recompute("checksum mismatch"))]
+        if self.first_token is None:
+            # Done overtook the first token, or it was lost: it is computed again, which gives the same one.
+            return [Send(Commit(self.transfer_id)), *self._close(Recompute("no first token"))]
+        first = self.first_token
+        return [Send(Commit(self.transfer_id)), *self._close(Join(first.token_id, first.logprob, first.cached_tokens))]
+
+    def abort(self, reason: str, now: float) -> list[Action]:
+        """The request is not wanted any more."""
+        return self._give_up(reason, now, recompute=False)
+
+    def on_peer_lost(self, now: float) -> list[Action]:
+        """The stream to the writer broke. It may be dead, or alive and still writing."""
+        return self._give_up("the prefill worker is lost", now, recompute=True)
+
+    def on_fenced(self) -> list[Action]:
+        """The writer cannot reach the blocks any more."""
+        return self._writer_stopped() if self.state is ReceiverState.ABORTING else []
+
+    def on_tick(self, now: float) -> list[Action]:
+        """Renews the writer's lease, repeats an unanswered abort, gives up when the lease or the deadline is over."""
+        match self.state:
+            case ReceiverState.ORDERED:
+                if now >= self._deadline:
+                    return self._give_up("deadline exceeded", now, recompute=True)
+                if now >= self._lease_ends:
+                    return self._give_up("the prefill worker makes no progress", now, recompute=True)
+                if now >= self._renew_at:
+                    self._renew_at = now + self.order.lease_seconds / 3
+                    return [Send(Renew(self.transfer_id, self.order.lease_seconds))]
+            case ReceiverState.ABORTING if now >= self._resend_at:
+                self._resend_at = now + self.order.lease_seconds / 3
+                return [Send(Abort(self.transfer_id, "repeated"))]
+        return []
+
+    def _renew(self, now: float) -> None:
+        self._lease_ends = now + self.order.lease_seconds
+        self._renew_at = now + self.order.lease_seconds / 3
+
+    def _give_up(self, reason: str, now: float, *, recompute: bool) -> list[Action]:
+        if self.state in (ReceiverState.ABORTING, ReceiverState.CLOSED):
+            return []
+        was_verifying = self.state is ReceiverState.VERIFYING
+        self.state = ReceiverState.ABORTING
+        self._resend_at = now + self.order.lease_seconds / 3
+        actions: list[Action] = [Detach(reason, recompute), Send(Abort(self.transfer_id, reason))]
+        if was_verifying:
+            actions += self._writer_stopped()  # Done was received
+        return actions
+
+    def _writer_stopped(self) -> list[Action]:
+        self.state = ReceiverState.CLOSED
+        return [ReleaseBlocks()]
+
+    def _close(self, action: Action) -> list[Action]:
+        self.state = ReceiverState.CLOSED
+        return [action]

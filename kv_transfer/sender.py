@@ -1,0 +1,155 @@
+"""The prefill side of one KV transfer, as a state machine without sockets, threads or a clock of its own.
+
+What it guarantees: an abort is acknowledged only when no write is under way and none follows; source blocks are kept
+until the receiver has verified them, or does not want them, or its lease is over; any message may be late, doubled,
+reordered or lost.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.request import TokenLogprob
+from kv_transfer.messages import (
+    Abort,
+    AbortAck,
+    Accepted,
+    Commit,
+    Done,
+    Failed,
+    FirstToken,
+    Order,
+    Progress,
+    Renew,
+    ToReceiver,
+    ToSender,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send this message to the receiver."""
+
+    message: ToReceiver
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Compute the prompt, pushing each layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopPushing:
+    """End the computation and the pushes, then call `stopped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The source blocks are free."""
+
+
+SenderAction = Reply | StartPrefill | StopPushing | Release
+
+
+class SenderState(Enum):
+    """Where the transfer stands."""
+
+    COMPUTING = "computing"
+    PUSHED = "pushed"  # all bytes are out; waits for the receiver's word
+    STOPPING = "stopping"  # waits until no write is under way
+    CLOSED = "closed"
+
+
+class SenderTransfer:
+    """One transfer. Times are monotonic seconds."""
+
+    def __init__(self, order: Order, now: float) -> None:
+        self.order = order
+        self.state = SenderState.COMPUTING
+        self._lease_ends = now + order.lease_seconds
+        self._done: Done | None = None
+        self._first: FirstToken | None = None
+        self._failed: Failed | None = None
+        self._resend_at = 0.0
+
+    @property
+    def transfer_id(self) -> str:
+        """Id of the transfer."""
+        return self.order.transfer_id
+
+    def start(self, now: float) -> list[SenderAction]:
+        """Accepts the order."""
+        return [Reply(Accepted(self.transfer_id, self.order.lease_seconds)), StartPrefill()]
+
+    def on_message(self, message: ToSender, now: float) -> list[SenderAction]:
+        """Handles a message of the receiver."""
+        match message:
+            case Order() if self.state is not SenderState.CLOSED:
+                return [Reply(Accepted(self.transfer_id, self.order.lease_seconds))]  # a duplicate
+            case Renew():
+                self._lease_ends = now + message.lease_seconds
+            case Commit() if self.state is SenderState.PUSHED:
+                return self._close(Release())
+            case Abort():
+                if self.state is SenderState.CLOSED:
+                    return [Reply(AbortAck(self.transfer_id))]
+                return self._stop(None)
+        return []
+
+    def first_token(self, token_id: int, logprob: TokenLogprob | None, cached_tokens: int) -> list[SenderAction]:
+        """The prompt is computed and the first token sampled."""
+        if self.state is not SenderState.COMPUTING:
+            return []
+        self._first = FirstToken(self.transfer_id, token_id, logprob, cached_tokens)
+        return [Reply(self._first)]
+
+    def progress(self, num_bytes: int, layers: int) -> list[SenderAction]:
+        """Bytes were pushed."""
+        if self.state is not SenderState.COMPUTING:
+            return []
+        return [Reply(Progress(self.transfer_id, num_bytes, layers))]
+
+    def pushed(self, checksums: list[int], now: float) -> list[SenderAction]:
+        """The last byte is out."""
+        if self.state is not SenderState.COMPUTING:
+            return []
+        self.state = SenderState.PUSHED
+        self._done = Done(self.transfer_id, checksums)
+        self._resend_at = now + self.order.lease_seconds / 3
+        return [Reply(self._done)]
+
+    def failed(self, reason: str) -> list[SenderAction]:
+        """The prompt could not be computed or pushed."""
+        return self._stop(Failed(self.transfer_id, reason)) if self.state is SenderState.COMPUTING else []
+
+    def stopped(self) -> list[SenderAction]:
+        """No write is under way and none will follow."""
+        if self.state is not SenderState.STOPPING:
+            return []
+        last: ToReceiver = self._failed or AbortAck(self.transfer_id)
+        return [Reply(last), *self._close(Release())]
+
+    def on_peer_lost(self) -> list[SenderAction]:
+        """The stream to the receiver broke: nobody waits for these bytes."""
+        return self._stop(None)
+
+    def on_tick(self, now: float) -> list[SenderAction]:
+        """Repeats an unanswered Done; gives up when the receiver's lease is over."""
+        if self.state not in (SenderState.COMPUTING, SenderState.PUSHED):
+            return []
+        if now >= self._lease_ends:
+            return self._stop(None)
+        if self._done is not None and self._first is not None and now >= self._resend_at:
+            self._resend_at = now + self.order.lease_seconds / 3
+            return [Reply(self._first), Reply(self._done)]
+        return []
+
+    def _stop(self, failed: Failed | None) -> list[SenderAction]:
+        if self.state in (SenderState.STOPPING, SenderState.CLOSED):
+            return []
+        self.state = SenderState.STOPPING
+        self._failed = failed
+        return [StopPushing()]
+
+    def _close(self, action: SenderAction) -> list[SenderAction]:
+        self.state = SenderState.CLOSED
+        return [action]

@@ -1,0 +1,50 @@
+"""What a worker exports: KV blocks, transfers, steps and tokens."""
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class WorkerMetrics:
+    """The worker's registry; names as in the design, seconds and bytes as units."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.prompt_tokens = Counter(
+            "tandem_prompt_tokens", "Prompt tokens by where their KV came from", ["source"], registry=registry
+        )
+        self.generated_tokens = Counter("tandem_generated_tokens", "Tokens sampled", registry=registry)
+        self.steps = Counter("tandem_engine_steps", "Engine steps", registry=registry)
+        self.step_seconds = Histogram(
+            "tandem_engine_step_seconds", "Duration of one engine step", registry=registry, buckets=_SECONDS
+        )
+        self.transfer_bytes = Counter(
+            "tandem_kv_transfer_bytes", "KV bytes that landed, by connector", ["connector"], registry=registry
+        )
+        self.transfer_seconds = Histogram(
+            "tandem_kv_transfer_seconds",
+            "From the order to the commit of a KV transfer, prefill included",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.exposed_seconds = Histogram(
+            "tandem_kv_transfer_exposed_seconds",
+            "From the first token to the commit: what of the transfer compute did not hide",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.transfers = Counter("tandem_kv_transfers", "KV transfers by outcome", ["outcome"], registry=registry)
+        self.blocks = Gauge("tandem_kv_blocks", "KV blocks by state", ["state"], registry=registry)
+        self.orphaned = Gauge(
+            "tandem_kv_blocks_orphaned", "KV blocks held for no request and no transfer", registry=registry
+        )
+        self.running = Gauge("tandem_worker_requests", "Requests on this worker by state", ["state"], registry=registry)
+        for outcome in ("committed", "recomputed", "aborted"):
+            self.transfers.labels(outcome)
+
+    def set_blocks(self, counts: Mapping[str, int]) -> None:
+        """Sets the gauges of KV blocks from the pool's counts."""
+        for state, count in counts.items():
+            self.blocks.labels(state).set(count)

@@ -1,0 +1,140 @@
+"""Conversion between the frames of `transfer.proto` and the messages of `kv_transfer`."""
+
+from engine.request import Request, TokenLogprob
+from kv_transfer import messages as m
+from kv_transfer.references import BlockRef
+from services.rpc import transfer_pb2 as pb
+from services.worker.wire import local_deadline, sampling_from_wire, sampling_to_wire
+
+
+def to_receiver_frame(message: m.Order | m.Renew | m.Commit | m.Abort, now: float) -> pb.ReceiverFrame:
+    """Frame for a message of the decode side. Deadlines travel as remaining seconds."""
+    frame = pb.ReceiverFrame(transfer_id=message.transfer_id)
+    match message:
+        case m.Order():
+            frame.order.CopyFrom(_order_to_wire(message, now))
+        case m.Renew():
+            frame.renew.lease_seconds = message.lease_seconds
+        case m.Commit():
+            frame.commit.SetInParent()
+        case m.Abort():
+            frame.abort.reason = message.reason
+    return frame
+
+
+def from_receiver_frame(frame: pb.ReceiverFrame) -> m.Order | m.Renew | m.Commit | m.Abort | None:
+    """Message of a frame; None for a hello or an unknown body."""
+    match frame.WhichOneof("body"):
+        case "order":
+            return _order_from_wire(frame.transfer_id, frame.order)
+        case "renew":
+            return m.Renew(frame.transfer_id, frame.renew.lease_seconds)
+        case "commit":
+            return m.Commit(frame.transfer_id)
+        case "abort":
+            return m.Abort(frame.transfer_id, frame.abort.reason)
+        case _:
+            return None
+
+
+def to_sender_frame(
+    message: m.Accepted | m.FirstToken | m.Progress | m.Done | m.Failed | m.AbortAck,
+) -> pb.SenderFrame:
+    """Frame for a message of the prefill side."""
+    frame = pb.SenderFrame(transfer_id=message.transfer_id)
+    match message:
+        case m.Accepted():
+            frame.accepted.lease_seconds = message.lease_seconds
+        case m.FirstToken():
+            first = frame.first_token
+            first.token_id = message.token_id
+            first.cached_tokens = message.cached_tokens
+            if message.logprob is not None:
+                first.logprob = message.logprob.logprob
+                for token_id, logprob in message.logprob.top:
+                    first.top_logprobs.add(token_id=token_id, logprob=logprob)
+        case m.Progress():
+            frame.progress.bytes = message.bytes
+            frame.progress.layers = message.layers
+        case m.Done():
+            frame.done.checksums.extend(message.checksums)
+        case m.Failed():
+            frame.failed.reason = message.reason
+        case m.AbortAck():
+            frame.abort_ack.SetInParent()
+    return frame
+
+
+def from_sender_frame(
+    frame: pb.SenderFrame,
+) -> m.Accepted | m.FirstToken | m.Progress | m.Done | m.Failed | m.AbortAck | None:
+    """Message of a frame; None for a hello or an unknown body."""
+    transfer_id = frame.transfer_id
+    match frame.WhichOneof("body"):
+        case "accepted":
+            return m.Accepted(transfer_id, frame.accepted.lease_seconds)
+        case "first_token":
+            first = frame.first_token
+            logprob = None
+            if first.HasField("logprob"):
+                top = [(entry.token_id, entry.logprob) for entry in first.top_logprobs]
+                logprob = TokenLogprob(first.token_id, first.logprob, top)
+            return m.FirstToken(transfer_id, first.token_id, logprob, first.cached_tokens)
+        case "progress":
+            return m.Progress(transfer_id, frame.progress.bytes, frame.progress.layers)
+        case "done":
+            return m.Done(transfer_id, list(frame.done.checksums))
+        case "failed":
+            return m.Failed(transfer_id, frame.failed.reason)
+        case "abort_ack":
+            return m.AbortAck(transfer_id)
+        case _:
+            return None
+
+
+def _order_to_wire(order: m.Order, now: float) -> pb.Order:
+    request = order.request
+    return pb.Order(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        sampling=sampling_to_wire(request.sampling),
+        priority=request.priority,
+        deadline_seconds=max(0.001, request.deadline - now),
+        cache_salt=request.cache_salt,
+        reply_to=order.reply_to,
+        skip_blocks=order.skip_blocks,
+        blocks=[
+            pb.BlockReference(
+                incarnation=ref.incarnation,
+                block_id=ref.block_id,
+                generation=ref.generation,
+                content_hash=ref.content_hash,
+            )
+            for ref in order.blocks
+        ],
+        lease_seconds=order.lease_seconds,
+    )
+
+
+def _order_from_wire(transfer_id: str, order: pb.Order) -> m.Order:
+    request = Request(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        prompt_token_ids=list(order.prompt_token_ids),
+        output_token_ids=list(order.output_token_ids),
+        sampling=sampling_from_wire(order.sampling),
+        priority=order.priority,
+        deadline=local_deadline(order.deadline_seconds),
+        cache_salt=order.cache_salt,
+    )
+    blocks = [BlockRef(ref.incarnation, ref.block_id, ref.generation, ref.content_hash) for ref in order.blocks]
+    return m.Order(
+        transfer_id=transfer_id,
+        request=request,
+        blocks=blocks,
+        skip_blocks=order.skip_blocks,
+        reply_to=order.reply_to,
+        lease_seconds=order.lease_seconds,
+    )
