@@ -1,0 +1,153 @@
+"""Chooses the next token of every row of a batch.
+
+Each row is independent of its neighbours: every operation works along the vocabulary, and randomness is one uniform
+number keyed by (seed, position in the output). So a request gives the same tokens in any batch, after preemption and on
+another worker. All state is rebuilt from the row's token ids.
+
+Order: logit bias and min_tokens, penalties, then greedy, or temperature, top-k, top-p, min-p and the draw. Log
+probabilities are of the raw logits.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.request import SamplingParams, TokenLogprob
+
+_GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits, and choose the best token anyhow
+_NEGLIGIBLE = 80.0  # logits so far below the best are never drawn: their exponentials are next to denormal
+_NEAR = 8.0  # top-p looks at logits so near to the best before it sorts all
+
+
+class SamplerRow(NamedTuple):
+    """What decides one row besides its logits."""
+
+    params: SamplingParams
+    token_ids: Sequence[int]  # prompt and output so far
+    num_prompt_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Position in the output of the token to choose."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class Sampled(NamedTuple):
+    """The chosen token of a row."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+class Sampler:
+    """Samples ids below `vocab_size` only: models pad their vocabulary beyond what the tokenizer knows."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+        """logits [M, vocabulary or more], any float dtype, may be changed; one `Sampled` for each of the M rows."""
+        logits = logits[:, : self.vocab_size].float()
+        wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        logprobs = torch.log_softmax(logits[wanted], dim=-1) if wanted else None
+        for i, row in enumerate(rows):
+            _shape(logits[i], row)
+        tokens = torch.argmax(logits, dim=-1).tolist()
+        drawn = [i for i, row in enumerate(rows) if row.params.temperature >= _GREEDY_BELOW]
+        if drawn:
+            chosen = _draw(logits[drawn], [rows[i] for i in drawn])
+            for i, token in zip(drawn, chosen, strict=True):
+                tokens[i] = token
+        entries: list[TokenLogprob | None] = [None] * len(rows)
+        if logprobs is not None:
+            counts = [rows[i].params.logprobs or 0 for i in wanted]
+            for i, entry in zip(wanted, top_logprobs(logprobs, [tokens[i] for i in wanted], counts), strict=True):
+                entries[i] = entry
+        return [Sampled(token, entry) for token, entry in zip(tokens, entries, strict=True)]
+
+    def score(self, logits: torch.Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprob]:
+        """Log probability under logits [M, vocabulary or more] of one given token a row, and of the `count` best."""
+        logprobs = torch.log_softmax(logits[:, : self.vocab_size].float(), dim=-1)
+        return top_logprobs(logprobs, token_ids, [count] * len(token_ids))
+
+
+def top_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """Of logprobs [M, V]: the given token's entry of each row, and the `counts[m]` best ones, best first."""
+    chosen = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1).tolist()
+    values, ids = torch.topk(logprobs, min(max(counts), logprobs.shape[1]), dim=-1)
+    tops = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [
+        TokenLogprob(token, logprob, top[:count])
+        for token, logprob, top, count in zip(token_ids, chosen, tops, counts, strict=True)
+    ]
+
+
+def _shape(logits: torch.Tensor, row: SamplerRow) -> None:
+    """Applies bias, min_tokens and penalties to one row [V] in place."""
+    params = row.params
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias))
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+    if row.num_output_tokens < params.min_tokens and (ends := params.stop_token_ids + params.eos_token_ids):
+        logits[[token for token in ends if token < len(logits)]] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(row.token_ids)
+        values = logits[seen]  # a token seen twice is written twice with the same value
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and row.num_output_tokens:
+        used, times = np.unique(row.token_ids[row.num_prompt_tokens :], return_counts=True)
+        penalties = params.frequency_penalty * times + params.presence_penalty
+        logits[torch.from_numpy(used)] -= torch.from_numpy(penalties).float()
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    """Samples from logits [M, V], which it overwrites: inverts the cumulative distribution in order of token id."""
+    logits.div_(torch.tensor([row.params.temperature for row in rows]).unsqueeze(1))
+    best = logits.amax(dim=-1, keepdim=True)
+    least = [_least(logits[i].numpy(), row.params) for i, row in enumerate(rows)]
+    logits.masked_fill_(logits < torch.tensor(least).unsqueeze(1), -torch.inf)
+    cumulative = logits.sub_(best).exp_().cumsum(dim=-1, dtype=torch.float64)
+    uniforms = torch.tensor([uniform(row.params.seed, row.num_output_tokens) for row in rows], dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Strictly below the total, so that the first entry beyond the target exists and has a probability above zero.
+    target = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens: list[int] = torch.searchsorted(cumulative, target, right=True).squeeze(1).tolist()
+    return tokens
+
+
+def _least(logits: npt.NDArray[np.float32], params: SamplingParams) -> float:
+    """The least of logits [V] that survives top-k, then top-p, then min-p. Equal logits survive together."""
+    best = float(logits.max())
+    least = best - _NEGLIGIBLE
+    if 0 < params.top_k < len(logits):
+        values = np.sort(np.partition(logits, -params.top_k)[-params.top_k :])[::-1]
+        if params.top_p < 1.0:
+            values = values[: _nucleus(values - best, params.top_p)]
+        least = max(least, float(values[-1]))
+    elif params.top_p < 1.0:
+        total = np.exp(logits - best).sum(dtype=np.float64)
+        for margin in (_NEAR, _NEGLIGIBLE):
+            values = np.sort(logits[logits >= best - margin])[::-1]
+            count = _nucleus(values - best, params.top_p, total)
+            if count <= len(values):
+                least = float(values[count - 1])
+                break
+    if params.min_p > 0.0:
+        least = max(least, best + math.log(params.min_p))
+    return least
+
+
+def _nucleus(values: npt.NDArray[np.float32], top_p: float, total: float | None = None) -> int:
+    """How many of the log weights `values`, best first, hold `top_p` of `total`, or else of their own sum."""
+    mass = np.exp(values, dtype=np.float64).cumsum()
+    return int(np.searchsorted(mass, top_p * (mass[-1] if total is None else total))) + 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments, on any machine."""
+    key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
+    return float(int(np.random.Philox(key=key).random_raw()) >> 11) * 2.0**-53
