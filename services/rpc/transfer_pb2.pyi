@@ -66,14 +66,20 @@ class ReceiverHello(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., offers: _Optional[_Iterable[_Union[ConnectorOffer, _Mapping]]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class SenderHello(_message.Message):
-    __slots__ = ("incarnation", "connector", "reason")
+    __slots__ = ("incarnation", "connector", "reason", "boot_id", "pid", "start_ticks")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    START_TICKS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     connector: str
     reason: str
-    def __init__(self, incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    boot_id: str
+    pid: int
+    start_ticks: int
+    def __init__(self, incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., reason: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ...) -> None: ...
 
 class BlockReference(_message.Message):
     __slots__ = ("incarnation", "block_id", "generation", "content_hash")

@@ -1,0 +1,354 @@
+"""The decode side of KV transfers: orders prefills from peers and brings their KV into the engine.
+
+Carries out what `kv_transfer.receiver` decides. Everything here runs on the event loop; the engine is called through
+its thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import grpc
+import grpc.aio
+import structlog
+import xxhash
+from engine.engine import Reservation
+
+from engine.request import Request
+from kv_transfer import receiver as rx
+from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
+from kv_transfer.messages import Abort, Order, ToSender
+from kv_transfer.references import BlockRef
+from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
+from services.rpc_server import make_channel
+from services.security import ClusterKey
+from services.worker.engine_thread import EngineThread
+from services.worker.metrics import WorkerMetrics
+from services.worker.transfer_wire import from_sender_frame, to_receiver_frame
+
+log = structlog.get_logger()
+
+_CONNECT_SECONDS = 2.0
+_LEASE_SECONDS = 5.0
+_LATE_BYTES_SECONDS = 3.0  # bytes of a two-sided connector may arrive after the word that they were sent
+
+
+class LinkLost(Exception):
+    """The prefill worker cannot be reached, or refuses this worker."""
+
+
+@dataclass(slots=True)
+class Link:
+    """The stream to one prefill worker and what its handshake agreed on."""
+
+    peer: router_pb2.Endpoint
+    channel: grpc.aio.Channel
+    call: grpc.aio.StreamStreamCall[transfer_pb2.ReceiverFrame, transfer_pb2.SenderFrame]
+    connector: ReceiverConnector
+    sender: SenderIdentity
+    outbox: asyncio.Queue[transfer_pb2.ReceiverFrame] = field(default_factory=asyncio.Queue)
+    transfers: dict[str, Receiving] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Receiving:
+    """One transfer under way."""
+
+    machine: rx.ReceiverTransfer
+    link: Link
+    blocks: list[BlockRef]
+    started: float
+    first_token_at: float | None = None
+    quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
+
+
+class KvReceiver:
+    """All transfers into this worker."""
+
+    def __init__(
+        self,
+        incarnation: str,
+        name: str,
+        fingerprint: str,
+        layout: str,
+        engine: EngineThread,
+        connectors: list[ReceiverConnector],
+        key: ClusterKey | None,
+        metrics: WorkerMetrics,
+    ) -> None:
+        self._incarnation = incarnation
+        self._name = name
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._engine = engine
+        self._connectors = connectors
+        self._key = key
+        self._metrics = metrics
+        self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
+        self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
+        self._transfers: dict[str, Receiving] = {}
+        self._room: deque[asyncio.Future[None]] = deque()  # requests that wait for blocks, first come first served
+
+    def start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
+        """Has `prefill` compute the request's prompt; falls back to computing it here."""
+        task = asyncio.get_running_loop().create_task(self._start(request, prefill, reply_to))
+        self._starting[request.request_id] = task
+        task.add_done_callback(lambda _: self._starting.pop(request.request_id, None))
+
+    def abort(self, key: str, reason: str) -> bool:
+        """Ends the transfer of a request that is not wanted any more. False: there is none, the engine has it."""
+        if task := self._starting.get(key):
+            task.cancel()
+            self._engine.post(lambda: self._engine.engine.abort(key))
+            return True
+        receiving = self._transfers.get(key)
+        if receiving is None or receiving.machine.state is rx.ReceiverState.ABORTING:
+            return False
+        self._metrics.transfers.labels("aborted").inc()
+        self._carry_out(receiving, receiving.machine.abort(reason, time.monotonic()))
+        return True
+
+    def blocks_freed(self) -> None:
+        """A step ended: the first request that waits for room tries again."""
+        if self._room and not self._room[0].done():
+            self._room[0].set_result(None)
+
+    def tick(self, now: float) -> None:
+        """Leases, deadlines and fencing; several times a second."""
+        self.blocks_freed()
+        for receiving in list(self._transfers.values()):
+            machine = receiving.machine
+            self._carry_out(receiving, machine.on_tick(now))
+            if machine.state is rx.ReceiverState.ABORTING and self._fenced(receiving):
+                self._carry_out(receiving, machine.on_fenced())
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks set aside for a writer that has not said that it stopped."""
+        return sum(len(receiving.quarantine) for receiving in self._transfers.values())
+
+    async def close(self) -> None:
+        """Closes all links."""
+        for task in list(self._starting.values()):
+            task.cancel()
+        for link_task in self._links.values():
+            if link_task.done() and not link_task.cancelled() and link_task.exception() is None:
+                await link_task.result().channel.close()
+            else:
+                link_task.cancel()
+
+    # Starting a transfer
+
+    async def _start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
+        key = request.request_id
+        engine = self._engine.engine
+        try:
+            link = await self._link(prefill)
+            reservation = await self._reserve(request)
+        except (LinkLost, TimeoutError) as error:
+            log.warning("prefill goes local", request=key, reason=str(error) or "no room for the KV in time")
+            self._metrics.transfers.labels("recomputed").inc()
+            await self._engine.call(lambda: engine.add(request))
+            return
+        blocks = [
+            BlockRef(self._incarnation, block_id, generation)
+            for block_id, generation in zip(
+                reservation.block_ids[reservation.num_cached_blocks :],
+                reservation.generations[reservation.num_cached_blocks :],
+                strict=True,
+            )
+        ]
+        order = Order(
+            transfer_id=key,
+            request=request,
+            blocks=blocks,
+            skip_blocks=reservation.num_cached_blocks,
+            reply_to=reply_to,
+            lease_seconds=_LEASE_SECONDS,
+        )
+        now = time.monotonic()
+        receiving = Receiving(rx.ReceiverTransfer(order, deadline=request.deadline), link, blocks, now)
+        link.connector.expect(key, blocks)
+        self._transfers[key] = link.transfers[key] = receiving
+        self._carry_out(receiving, receiving.machine.start(now))
+
+    async def _reserve(self, request: Request) -> Reservation:
+        """Blocks for the request; waits for its turn. TimeoutError when its deadline comes first."""
+        engine = self._engine.engine
+        if self._room:
+            await self._wait_for_room(request, again=False)
+        while (reservation := await self._engine.call(lambda: engine.reserve(request))) is None:
+            await self._wait_for_room(request, again=True)
+        self.blocks_freed()  # perhaps there is room for the next, too
+        return reservation
+
+    async def _wait_for_room(self, request: Request, *, again: bool) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if again:
+            self._room.appendleft(turn)  # its turn had come
+        else:
+            self._room.append(turn)
+        try:
+            async with asyncio.timeout(max(0.0, request.deadline - time.monotonic())):
+                await turn
+        finally:
+            self._room.remove(turn)
+
+    # Links
+
+    async def _link(self, peer: router_pb2.Endpoint) -> Link:
+        """The stream to a peer; opened once per incarnation."""
+        task = self._links.get(peer.incarnation)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.get_running_loop().create_task(self._open(peer))
+            self._links[peer.incarnation] = task
+        return await asyncio.shield(task)
+
+    async def _open(self, peer: router_pb2.Endpoint) -> Link:
+        channel = make_channel(peer.address, self._key)
+        call = transfer_pb2_grpc.TransferStub(channel).Connect()
+        hello = transfer_pb2.ReceiverHello(
+            incarnation=self._incarnation,
+            name=self._name,
+            fingerprint=self._fingerprint,
+            layout=self._layout,
+            offers=[
+                transfer_pb2.ConnectorOffer(kind=connector.capabilities.kind, description=connector.describe())
+                for connector in self._connectors
+            ],
+        )
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await call.write(transfer_pb2.ReceiverFrame(hello=hello))
+                answer = await call.read()
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            await channel.close()
+            detail = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
+            raise LinkLost(f"{peer.name}: {detail}") from error
+        if answer is grpc.aio.EOF or answer.WhichOneof("body") != "hello":
+            await channel.close()
+            raise LinkLost(f"{peer.name} closed the stream in the handshake")
+        if answer.hello.incarnation != peer.incarnation:
+            await channel.close()
+            raise LinkLost(f"{peer.name} was restarted")
+        connector = next(c for c in self._connectors if c.capabilities.kind == answer.hello.connector)
+        sender = SenderIdentity(peer.incarnation, answer.hello.boot_id, answer.hello.pid, answer.hello.start_ticks)
+        log.info("linked", peer=peer.name, connector=answer.hello.connector, reason=answer.hello.reason)
+        link = Link(peer, channel, call, connector, sender)
+        loop = asyncio.get_running_loop()
+        reader = loop.create_task(self._read(link))
+        writer = loop.create_task(self._write(link))
+        reader.add_done_callback(lambda _: writer.cancel())
+        return link
+
+    async def _write(self, link: Link) -> None:
+        while True:
+            frame = await link.outbox.get()
+            try:
+                await link.call.write(frame)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader tells everybody
+
+    async def _read(self, link: Link) -> None:
+        reason = "the stream ended"
+        try:
+            while (frame := await link.call.read()) is not grpc.aio.EOF:
+                self._on_frame(link, frame)
+        except grpc.aio.AioRpcError as error:
+            reason = error.details() or str(error.code())
+        except asyncio.CancelledError:
+            reason = "closed"
+        log.info("link lost", peer=link.peer.name, reason=reason)
+        self._links.pop(link.peer.incarnation, None)
+        now = time.monotonic()
+        for receiving in list(link.transfers.values()):
+            self._carry_out(receiving, receiving.machine.on_peer_lost(now))
+            if receiving.machine.state is rx.ReceiverState.ABORTING and self._fenced(receiving):
+                self._carry_out(receiving, receiving.machine.on_fenced())
+        await link.channel.close()
+
+    def _on_frame(self, link: Link, frame: transfer_pb2.SenderFrame) -> None:
+        receiving = link.transfers.get(frame.transfer_id)
+        if receiving is None:
+            if frame.WhichOneof("body") == "done":
+                # Over here already: lets the writer free its blocks before its lease ends.
+                self._send(link, Abort(frame.transfer_id, "not under way"))
+            return
+        message = from_sender_frame(frame)
+        if message is None:
+            return
+        actions = receiving.machine.on_message(message, time.monotonic())
+        if receiving.machine.first_token is not None and receiving.first_token_at is None:
+            receiving.first_token_at = time.monotonic()
+        self._carry_out(receiving, actions)
+
+    def _send(self, link: Link, message: ToSender) -> None:
+        link.outbox.put_nowait(to_receiver_frame(message, time.monotonic()))
+
+    # Actions
+
+    def _carry_out(self, receiving: Receiving, actions: list[rx.Action]) -> None:
+        engine = self._engine.engine
+        key = receiving.machine.transfer_id
+        for action in actions:
+            match action:
+                case rx.Send(message):
+                    self._send(receiving.link, message)
+                case rx.Verify(checksums):
+                    asyncio.get_running_loop().create_task(self._verify(receiving, checksums))
+                case rx.Join(token_id, logprob, cached_tokens):
+                    self._engine.post(
+                        lambda a=action: engine.commit_handoff(key, a.token_id, a.logprob, a.cached_tokens)
+                    )  # type: ignore[misc]
+                    self._committed(receiving)
+                case rx.Recompute(reason):
+                    log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
+                    self._metrics.transfers.labels("recomputed").inc()
+                    self._engine.post(lambda: engine.recompute(key))
+                case rx.Detach(reason, recompute):
+                    if recompute:
+                        log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
+                        self._metrics.transfers.labels("recomputed").inc()
+                    receiving.quarantine = [ref.block_id for ref in receiving.blocks]
+                    self._engine.post(lambda a=action: engine.detach(key, then_wait=a.recompute))  # type: ignore[misc]
+                case rx.ReleaseBlocks():
+                    blocks, receiving.quarantine = receiving.quarantine, []
+                    self._engine.post(lambda b=blocks: engine.release_blocks(b))  # type: ignore[misc]
+        if receiving.machine.state is rx.ReceiverState.CLOSED and key in self._transfers:
+            receiving.link.connector.finish(key)
+            del self._transfers[key]
+            receiving.link.transfers.pop(key, None)
+
+    def _fenced(self, receiving: Receiving) -> bool:
+        return receiving.link.connector.fence(receiving.machine.transfer_id, receiving.link.sender)
+
+    def _committed(self, receiving: Receiving) -> None:
+        now = time.monotonic()
+        link = receiving.link
+        self._metrics.transfers.labels("committed").inc()
+        num_bytes = len(receiving.blocks) * self._engine.engine.kv_cache.spec.block_bytes
+        self._metrics.transfer_bytes.labels(link.connector.capabilities.kind).inc(num_bytes)
+        self._metrics.transfer_seconds.observe(now - receiving.started)
+        if receiving.first_token_at is not None:
+            self._metrics.exposed_seconds.observe(now - receiving.first_token_at)
+
+    async def _verify(self, receiving: Receiving, checksums: list[int]) -> None:
+        """Compares what landed with what was sent, off the loop."""
+        cache = self._engine.engine.kv_cache
+        blocks = [ref.block_id for ref in receiving.blocks]
+
+        def matches() -> bool:
+            return len(checksums) == len(blocks) and all(
+                xxhash.xxh3_64_intdigest(cache.block_bytes_view(block)) == checksum
+                for block, checksum in zip(blocks, checksums, strict=True)
+            )
+
+        deadline = time.monotonic() + _LATE_BYTES_SECONDS
+        ok = await asyncio.to_thread(matches)
+        while not ok and not receiving.link.connector.capabilities.one_sided and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+            ok = await asyncio.to_thread(matches)
+        self._carry_out(receiving, receiving.machine.verified(ok, time.monotonic()))
