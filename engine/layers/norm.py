@@ -1,0 +1,20 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019)."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    weight: torch.Tensor
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] to the same."""
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
