@@ -1,0 +1,307 @@
+"""The engine: requests in, one step at a time, tokens and KV events out.
+
+All methods are called from one thread. Nothing here waits: whoever drives the engine calls `step` while `has_work`.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine.attention.base import LayerKind
+from engine.attention.sdpa import SdpaBackend
+from engine.block_pool import BlockPool
+from engine.config import ModelConfig, fingerprint
+from engine.hashing import root_hash
+from engine.kv_cache import KVCache, KVCacheSpec
+from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
+from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
+from engine.sampler import Sampler
+from engine.scheduler import Entry, Scheduler, Step
+from engine.sequence import Sequence, State
+from engine.weights.load import Progress, load_model
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How large the engine is and what it computes in."""
+
+    block_size: int = 16  # tokens
+    num_blocks: int | None = None  # None: what fits `kv_memory`
+    kv_memory: int = 1 << 30  # bytes
+    max_batched_tokens: int = 512  # token budget of one step
+    max_running: int = 64  # sequences
+    max_model_len: int | None = None  # tokens; None: what the model was made for
+    vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
+    dtype: str = "float32"
+    threads: int | None = None  # None: leave torch's default
+    dummy_seed: int | None = None  # random weights from this seed instead of the folder's
+    allocate: Callable[[int], Any] | None = None  # gives a writable buffer of so many bytes for the KV cache
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """Blocks that wait for the KV of a request's tokens, in order."""
+
+    block_ids: list[int]
+    generations: list[int]
+    num_cached_blocks: int  # leading blocks that are here already and must not be written
+    num_cached_tokens: int
+
+
+class StepOutput(msgspec.Struct):
+    """What one step gives."""
+
+    outputs: list[TokenOutput]
+    events: list[KvEvent]
+    step: Step
+    seconds: float
+
+
+class EngineStats(msgspec.Struct):
+    """Load of the engine."""
+
+    running: int
+    waiting: int
+    free_blocks: int  # that can be handed out, cached ones included
+    steps: int
+    blocks: dict[str, int]  # by state: free, cached, active, transfer
+
+
+class Engine:
+    """One model on one device, with its KV cache, scheduler and sampler.
+
+    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the cache.
+    """
+
+    def __init__(self, model: Model, model_config: ModelConfig, fingerprint: str, config: EngineConfig) -> None:
+        spec = KVCacheSpec(
+            num_layers=model_config.num_layers,
+            block_size=config.block_size,
+            num_kv_heads=model_config.num_kv_heads,
+            head_dim=model_config.head_dim,
+            dtype=getattr(torch, config.dtype),
+        )
+        num_blocks = config.num_blocks if config.num_blocks is not None else config.kv_memory // spec.block_bytes
+        buffer = config.allocate(num_blocks * spec.block_bytes) if config.allocate is not None else None
+        self.fingerprint = fingerprint
+        self.kv_cache = KVCache(spec, num_blocks, buffer)
+        self.max_model_len = min(
+            config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings
+        )
+        self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
+        self.on_layer: Callable[[int, Step], None] | None = None
+        self._pool = BlockPool(num_blocks)
+        self._scheduler = Scheduler(
+            self._pool,
+            block_size=config.block_size,
+            max_batched_tokens=config.max_batched_tokens,
+            max_running=config.max_running,
+            max_model_len=self.max_model_len,
+        )
+        kind = LayerKind(model_config.num_heads, model_config.head_dim**-0.5)
+        self._runner = Runner(model, SdpaBackend(self.kv_cache, kind), Sampler(self.vocab_size))
+        self._arrivals = itertools.count()
+        self._pending: list[TokenOutput] = []  # go out with the next step
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # of prompts under way
+        self._steps = 0
+
+    @classmethod
+    def build(cls, folder: Path, config: EngineConfig, progress: Progress = lambda fraction, what: None) -> "Engine":
+        """Loads the model of a Hugging Face folder. Raises ModelError, or KVCacheError for unfit memory."""
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model, model_config = load_model(
+            folder, dtype=getattr(torch, config.dtype), dummy_seed=config.dummy_seed, progress=progress
+        )
+        identity = fingerprint(folder, config.dtype)
+        if config.dummy_seed is not None:
+            identity += f"-dummy-{config.dummy_seed}"
+        return cls(model, model_config, identity, config)
+
+    # Requests
+
+    def add(self, request: Request, *, hold: bool = False) -> None:
+        """Takes a request in. `hold`: after the first token its blocks stay until `release`.
+
+        What cannot ever run ends with an output that says why. Raises ValueError for an id that is in use.
+        """
+        sequence = self._sequence(request, hold)
+        if (error := self._reason_against(request)) is not None:
+            sequence.finish("error", error)
+            self._pending.append(_output(sequence))
+            return
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at any state and frees its blocks; the next step tells. Unknown ids are no error."""
+        self._scheduler.abort(request_id)
+
+    # Handoff, decode side
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Blocks for the KV of all the request's tokens, computed elsewhere. None: no room now, or it cannot ever run.
+
+        A request that cannot run ends with an output when it is given to `add`.
+        """
+        if self._reason_against(request) is not None:
+            return None
+        sequence = self._sequence(request, False)
+        if not self._scheduler.reserve(sequence):
+            return None
+        cached = sequence.num_published
+        return Reservation(
+            block_ids=list(sequence.block_ids),
+            generations=[self._pool.generation(block) for block in sequence.block_ids],
+            num_cached_blocks=cached,
+            num_cached_tokens=cached * sequence.block_size,
+        )
+
+    def commit_handoff(
+        self, request_id: str, token_id: int, logprob: TokenLogprob | None = None, cached_tokens: int = 0
+    ) -> bool:
+        """The KV of all tokens of a reserved request has landed, and its first token is known: it joins the batch.
+
+        `cached_tokens`: what the peer found cached. The token goes out with the next step. False: not reserved.
+        """
+        sequence = self._scheduler.commit(request_id, token_id)
+        if sequence is None:
+            return False
+        sequence.num_cached_tokens = max(sequence.num_cached_tokens or 0, cached_tokens)
+        self._pending.append(_output(sequence, token_id, logprob))
+        return True
+
+    def recompute(self, request_id: str) -> bool:
+        """Has a reserved request computed here; nobody writes into its blocks any more. False: not reserved."""
+        return self._scheduler.recompute(request_id) is not None
+
+    def detach(self, request_id: str, *, then_wait: bool) -> list[int]:
+        """Takes from a reserved request the blocks that a peer may still write, for `release_blocks` later.
+
+        The request is computed here, or ends if not `then_wait`.
+        """
+        return self._scheduler.detach(request_id, then_wait=then_wait)
+
+    def release_blocks(self, block_ids: list[int]) -> None:
+        """Frees detached blocks: their writer has stopped."""
+        self._pool.release(block_ids)
+
+    # Handoff, prefill side
+
+    def held_blocks(self, request_id: str) -> list[int]:
+        """Blocks of a held request, in order; none if it is not held."""
+        sequence = self._scheduler.sequences.get(request_id)
+        return list(sequence.block_ids) if sequence is not None and sequence.state is State.HELD else []
+
+    def release(self, request_id: str) -> None:
+        """Ends a held request: its KV is where it had to go."""
+        self._scheduler.release(request_id)
+
+    # State
+
+    def has_work(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self._pending) or self._scheduler.has_work()
+
+    def stats(self) -> EngineStats:
+        """Load now."""
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            free_blocks=self._pool.num_free,
+            steps=self._steps,
+            blocks=self._pool.counts(),
+        )
+
+    def snapshot_hashes(self) -> list[bytes]:
+        """Hashes of all blocks that can be found now; events drained by later steps come on top."""
+        return self._pool.hashes()
+
+    def clear_cache(self) -> None:
+        """Forgets all cached prefixes; requests under way keep theirs."""
+        self._pool.clear()
+
+    # The step
+
+    def step(self) -> StepOutput:
+        """Computes one step. If it fails, the requests in it end with an error and the engine goes on."""
+        started = time.monotonic()
+        step = self._scheduler.schedule()
+        outputs, self._pending = self._pending, []
+        if step.entries:
+            try:
+                result = self._runner.run(step.entries, self._hook(step))
+            except Exception as error:  # whatever the model or the hook raises
+                result = StepResult(errors={e.sequence.request_id: f"the step failed: {error!r}" for e in step.entries})
+            outputs += self._book(step, result)
+        for sequence in step.ended:
+            self._prompt_logprobs.pop(sequence.request_id, None)
+            outputs.append(_output(sequence))
+        self._steps += 1
+        return StepOutput(outputs, self._pool.drain_events(), step, time.monotonic() - started)
+
+    def _hook(self, step: Step) -> Callable[[int], None] | None:
+        hook = self.on_layer
+        return None if hook is None else lambda layer: hook(layer, step)
+
+    def _book(self, step: Step, result: StepResult) -> list[TokenOutput]:
+        """Brings what was computed into the sequences; returns their outputs."""
+        for entry in step.entries:
+            if (error := result.errors.get(entry.sequence.request_id)) is not None:
+                self._scheduler.fail(entry.sequence, error)
+            elif wants_prompt_logprobs(entry):
+                self._keep_prompt_logprobs(entry, result.prompt_logprobs[entry.sequence.request_id])
+        outputs = []
+        for sequence in self._scheduler.complete(step, {key: s.token_id for key, s in result.sampled.items()}):
+            sampled = result.sampled.get(sequence.request_id)
+            output = _output(sequence) if sampled is None else _output(sequence, sampled.token_id, sampled.logprob)
+            output.prompt_logprobs = self._prompt_logprobs.pop(sequence.request_id, None)
+            outputs.append(output)
+        return outputs
+
+    def _keep_prompt_logprobs(self, entry: Entry, scores: list[TokenLogprob]) -> None:
+        kept = self._prompt_logprobs.setdefault(entry.sequence.request_id, [None])
+        del kept[entry.start + 1 :]  # computed again after a preemption
+        kept += scores
+
+    # Inside
+
+    def _sequence(self, request: Request, hold: bool) -> Sequence:
+        if request.request_id in self._scheduler.sequences:
+            raise ValueError(f"request {request.request_id} is in the engine already")
+        spec = self.kv_cache.spec
+        root = root_hash(
+            fingerprint=self.fingerprint, layout=spec.layout, block_size=spec.block_size, salt=request.cache_salt
+        )
+        return Sequence(request, next(self._arrivals), spec.block_size, root, hold)
+
+    def _reason_against(self, request: Request) -> str | None:
+        """Why a request cannot ever run here."""
+        sampling = request.sampling
+        length = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if not request.prompt_token_ids:
+            return "the prompt is empty: send at least one token"
+        if length + bool(sampling.max_tokens) > self.max_model_len:
+            return f"{length} tokens leave no room in the model's {self.max_model_len}: shorten the prompt"
+        ids = (*request.prompt_token_ids, *request.output_token_ids, *sampling.logit_bias)
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            return f"token ids must be between 0 and {self.vocab_size - 1}: found {min(ids)} to {max(ids)}"
+        return None
+
+
+def _output(sequence: Sequence, token_id: int | None = None, logprob: TokenLogprob | None = None) -> TokenOutput:
+    """What goes out for a sequence to which `token_id` was just appended, or nothing."""
+    token_ids = [] if token_id is None else [token_id]
+    return TokenOutput(
+        request_id=sequence.request_id,
+        attempt=sequence.request.attempt,
+        index=sequence.num_output_tokens - len(token_ids),
+        token_ids=token_ids,
+        logprobs=None if logprob is None else [logprob],
+        finish_reason=sequence.finish_reason,
+        stop_token_id=sequence.stop_token_id,
+        cached_tokens=sequence.num_cached_tokens or 0,
+        error=sequence.error,
+    )
