@@ -1,0 +1,211 @@
+"""Who is in the cluster: members register in Redis (or Valkey) under a lease; everybody keeps a local view.
+
+Redis is never in the token path. When it is lost, the view stays as it is and serving goes on; when it is back, members
+register again. A member is gone when its lease has run out or it has said goodbye.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+
+import redis.asyncio
+import redis.exceptions
+import structlog
+from google.protobuf.message import DecodeError
+
+from services.rpc import cluster_pb2
+
+log = structlog.get_logger()
+
+LEASE_SECONDS = 2.5
+_BEAT_SECONDS = 0.5
+_RESYNC_SECONDS = 1.0
+_TIMEOUT_SECONDS = 0.5  # of any one Redis operation
+_ERRORS = (redis.exceptions.RedisError, OSError, TimeoutError, asyncio.TimeoutError)
+
+Change = Callable[[str, cluster_pb2.Member], None]  # ("joined" | "updated" | "left", member)
+
+
+class ModelMismatch(Exception):
+    """This worker serves another model, or blocks of another kind, than the cluster."""
+
+
+class ClusterState:
+    """One process's connection to the cluster state at `url`, under the key prefix `cluster`."""
+
+    def __init__(self, url: str, cluster: str) -> None:
+        self._redis = redis.asyncio.Redis.from_url(
+            url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS
+        )
+        # Waiting for news is not an operation that hangs.
+        self._listener = redis.asyncio.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_SECONDS)
+        self._prefix = f"{cluster}:member:"
+        self._channel = f"{cluster}:changes"
+        self._model_key = f"{cluster}:model"
+        self._view: dict[str, cluster_pb2.Member] = {}
+        self._callbacks: list[Change] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._own: cluster_pb2.Member | None = None
+        self.connected = False
+
+    async def connect(self, timeout: float = 10.0) -> None:
+        """Waits until Redis answers and the first view is complete. Raises ConnectionError with what to do."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await self._resync()
+                break
+            except _ERRORS as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionError(f"the cluster state does not answer ({error}); is --state right?") from error
+                await asyncio.sleep(0.1)
+        loop = asyncio.get_running_loop()
+        self._tasks += [loop.create_task(self._watch()), loop.create_task(self._listen())]
+
+    def on_change(self, callback: Change) -> None:
+        """Calls `callback` for each member that joins, changes or leaves; at once for those known already."""
+        self._callbacks.append(callback)
+        for member in list(self._view.values()):
+            callback("joined", member)
+
+    def members(self, *roles: str) -> list[cluster_pb2.Member]:
+        """All known members, or those with one of `roles`."""
+        return [member for member in self._view.values() if not roles or member.role in roles]
+
+    async def register(self, member: cluster_pb2.Member) -> None:
+        """Makes this process known and keeps it known. Raises ModelMismatch for a worker of another model."""
+        if member.HasField("model"):
+            await self._claim_model(member.model)
+        self._own = member
+        await self._beat()
+        self._tasks.append(asyncio.get_running_loop().create_task(self._keep_registered()))
+
+    async def announce(self) -> None:
+        """Tells a change of the own member (load, draining) now rather than with the next beat."""
+        with contextlib.suppress(*_ERRORS):
+            await self._beat()
+
+    async def close(self) -> None:
+        """Says goodbye and disconnects."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._own is not None:
+            with contextlib.suppress(*_ERRORS):
+                await self._redis.delete(self._prefix + self._own.incarnation)
+                await self._redis.publish(self._channel, self._own.incarnation)
+        with contextlib.suppress(*_ERRORS):
+            await self._redis.aclose()
+            await self._listener.aclose()
+
+    # Writing
+
+    async def _claim_model(self, card: cluster_pb2.ModelCard) -> None:
+        """The first worker decides what model the cluster serves; its claim lives as long as any worker beats."""
+        mine = _identity(card)
+        lease = int(2 * LEASE_SECONDS * 1000)
+        await self._redis.set(self._model_key, mine, nx=True, px=lease)
+        claimed = await self._redis.get(self._model_key)
+        if claimed is not None and claimed != mine:
+            raise ModelMismatch(
+                f"this cluster serves {claimed.decode(errors='replace')}; this worker has {mine.decode()}. "
+                "Give it the same model, dtype and block size, or another --cluster name"
+            )
+
+    async def _beat(self) -> None:
+        assert self._own is not None
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.set(self._prefix + self._own.incarnation, self._own.SerializeToString(), px=int(LEASE_SECONDS * 1000))
+            pipe.publish(self._channel, self._own.incarnation)
+            if self._own.HasField("model"):
+                pipe.set(self._model_key, _identity(self._own.model), px=int(2 * LEASE_SECONDS * 1000))
+            await pipe.execute()
+
+    async def _keep_registered(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT_SECONDS * random.uniform(0.8, 1.2))
+            with contextlib.suppress(*_ERRORS):
+                await self._beat()
+
+    # Watching
+
+    async def _watch(self) -> None:
+        """Compares the whole view once a second: whatever a lost message hid is seen here."""
+        while True:
+            await asyncio.sleep(_RESYNC_SECONDS * random.uniform(0.8, 1.2))
+            try:
+                await self._resync()
+            except _ERRORS as error:
+                if self.connected:
+                    log.warning("the cluster state is lost; serving goes on with what is known", error=str(error))
+                self.connected = False
+
+    async def _resync(self) -> None:
+        keys = [key async for key in self._redis.scan_iter(match=self._prefix + "*", count=1000)]
+        values = await self._redis.mget(keys) if keys else []
+        found = {member.incarnation: member for value in values if value and (member := _decode(value))}
+        if not self.connected and self._view and not found:
+            # Redis came back empty: everybody registers again within a beat or two.
+            self.connected = True
+            await asyncio.sleep(2 * LEASE_SECONDS)
+            return
+        self.connected = True
+        for incarnation in list(self._view):
+            if incarnation not in found:
+                self._tell("left", self._view.pop(incarnation))
+        for member in found.values():
+            self._put(member)
+
+    async def _listen(self) -> None:
+        """News between two resyncs."""
+        while True:
+            try:
+                async with self._listener.pubsub() as pubsub:
+                    await pubsub.subscribe(self._channel)
+                    async for message in pubsub.listen():
+                        if message["type"] == "message":
+                            await self._refresh(message["data"].decode(errors="replace"))
+            except _ERRORS:
+                await asyncio.sleep(random.uniform(0.2, 0.6))
+
+    async def _refresh(self, incarnation: str) -> None:
+        value = await self._redis.get(self._prefix + incarnation)
+        if value and (member := _decode(value)):
+            self._put(member)
+        elif not value and incarnation in self._view:
+            self._tell("left", self._view.pop(incarnation))
+
+    def _put(self, member: cluster_pb2.Member) -> None:
+        before = self._view.get(member.incarnation)
+        self._view[member.incarnation] = member
+        if before is None:
+            self._tell("joined", member)
+        elif before != member:
+            self._tell("updated", member)
+
+    def _tell(self, change: str, member: cluster_pb2.Member) -> None:
+        if change != "updated":
+            log.debug("member " + change, member=member.name, role=member.role)
+        for callback in self._callbacks:
+            callback(change, member)
+
+
+def _identity(card: cluster_pb2.ModelCard) -> bytes:
+    """What must be equal for two workers to exchange KV."""
+    return (
+        f"model {card.name} fingerprint {card.fingerprint} blocks {card.layout} "
+        f"of {card.block_size} tokens, hash {card.hash_vector.hex()}"
+    ).encode()
+
+
+def _decode(value: bytes) -> cluster_pb2.Member | None:
+    """A member from bytes of the shared store; None for what is none."""
+    try:
+        member = cluster_pb2.Member.FromString(value)
+    except DecodeError:
+        return None
+    return member if member.incarnation and member.role else None
