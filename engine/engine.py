@@ -215,6 +215,15 @@ class Engine:
             blocks=self._pool.counts(),
         )
 
+    def generation(self, block_id: int) -> int:
+        """How often a block was handed out; safe to call from any thread."""
+        return self._pool.generation(block_id)
+
+    def orphaned_blocks(self, detached: list[int]) -> int:
+        """Blocks held by no request and not `detached`; anything but 0 is a leak."""
+        owned = {block for sequence in self._scheduler.sequences.values() for block in sequence.block_ids}
+        return self.kv_cache.num_blocks - self._pool.num_free - len(owned.union(detached))
+
     def snapshot_hashes(self) -> list[bytes]:
         """Hashes of all blocks that can be found now; events drained by later steps come on top."""
         return self._pool.hashes()

@@ -110,7 +110,7 @@ class ClusterState:
         lease = int(2 * LEASE_SECONDS * 1000)
         await self._redis.set(self._model_key, mine, nx=True, px=lease)
         claimed = await self._redis.get(self._model_key)
-        if claimed is not None and claimed != mine:
+        if isinstance(claimed, bytes) and claimed != mine:
             raise ModelMismatch(
                 f"this cluster serves {claimed.decode(errors='replace')}; this worker has {mine.decode()}. "
                 "Give it the same model, dtype and block size, or another --cluster name"
@@ -147,7 +147,9 @@ class ClusterState:
     async def _resync(self) -> None:
         keys = [key async for key in self._redis.scan_iter(match=self._prefix + "*", count=1000)]
         values = await self._redis.mget(keys) if keys else []
-        found = {member.incarnation: member for value in values if value and (member := _decode(value))}
+        found = {
+            member.incarnation: member for value in values if isinstance(value, bytes) and (member := _decode(value))
+        }
         if not self.connected and self._view and not found:
             # Redis came back empty: everybody registers again within a beat or two.
             self.connected = True
@@ -174,7 +176,7 @@ class ClusterState:
 
     async def _refresh(self, incarnation: str) -> None:
         value = await self._redis.get(self._prefix + incarnation)
-        if value and (member := _decode(value)):
+        if isinstance(value, bytes) and (member := _decode(value)):
             self._put(member)
         elif not value and incarnation in self._view:
             self._tell("left", self._view.pop(incarnation))

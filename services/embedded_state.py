@@ -35,7 +35,7 @@ def find_server() -> str:
 
 
 class EmbeddedState:
-    """A server on a free loopback port with a random password and nothing on disk. Raises OSError if it will not start."""
+    """A server on a free loopback port, with a random password and nothing on disk. OSError if it will not start."""
 
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="tandem-state-")

@@ -18,6 +18,11 @@ def _prepare(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, key: ClusterKey | N
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    secure(socket, key, server=server)
+
+
+def secure(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, key: ClusterKey | None, *, server: bool) -> None:
+    """Encrypts and authenticates a socket with the cluster key. `server`: the side that binds."""
     if key:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, key.curve.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, key.curve.secret)

@@ -1,8 +1,8 @@
 """What a worker exports: KV blocks, transfers, steps and tokens."""
 
-from collections.abc import Mapping
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.engine import EngineStats, StepOutput
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -44,7 +44,22 @@ class WorkerMetrics:
         for outcome in ("committed", "recomputed", "aborted"):
             self.transfers.labels(outcome)
 
-    def set_blocks(self, counts: Mapping[str, int]) -> None:
-        """Sets the gauges of KV blocks from the pool's counts."""
-        for state, count in counts.items():
+    def count_step(self, output: StepOutput) -> None:
+        """Books one engine step."""
+        self.steps.inc()
+        self.step_seconds.observe(output.seconds)
+        computed = 0
+        for entry in output.step.entries:
+            prompt = entry.sequence.num_prompt_tokens
+            computed += max(0, min(entry.end, prompt) - entry.start)
+        self.prompt_tokens.labels("computed").inc(computed)
+        for item in output.outputs:
+            self.generated_tokens.inc(len(item.token_ids))
+
+    def set_load(self, stats: EngineStats, orphaned: int) -> None:
+        """Sets the gauges."""
+        self.running.labels("running").set(stats.running)
+        self.running.labels("waiting").set(stats.waiting)
+        self.orphaned.set(orphaned)
+        for state, count in stats.blocks.items():
             self.blocks.labels(state).set(count)

@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import grpc.aio
 import structlog
 import xxhash
-from engine.engine import Reservation
 
+from engine.engine import Reservation
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
@@ -33,6 +34,7 @@ log = structlog.get_logger()
 
 _CONNECT_SECONDS = 2.0
 _LEASE_SECONDS = 5.0
+_ROOM_SECONDS = 10.0  # a request that finds no room for its KV in this time queues in the engine instead
 _LATE_BYTES_SECONDS = 3.0  # bytes of a two-sided connector may arrive after the word that they were sent
 
 
@@ -126,9 +128,9 @@ class KvReceiver:
                 self._carry_out(receiving, machine.on_fenced())
 
     @property
-    def num_quarantined_blocks(self) -> int:
-        """Blocks set aside for a writer that has not said that it stopped."""
-        return sum(len(receiving.quarantine) for receiving in self._transfers.values())
+    def quarantined_blocks(self) -> list[int]:
+        """Blocks set aside for writers that have not said that they stopped."""
+        return [block for receiving in self._transfers.values() for block in receiving.quarantine]
 
     async def close(self) -> None:
         """Closes all links."""
@@ -192,7 +194,7 @@ class KvReceiver:
         else:
             self._room.append(turn)
         try:
-            async with asyncio.timeout(max(0.0, request.deadline - time.monotonic())):
+            async with asyncio.timeout(min(_ROOM_SECONDS, max(0.0, request.deadline - time.monotonic()))):
                 await turn
         finally:
             self._room.remove(turn)
@@ -205,7 +207,10 @@ class KvReceiver:
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.get_running_loop().create_task(self._open(peer))
             self._links[peer.incarnation] = task
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except grpc.aio.AioRpcError as error:
+            raise LinkLost(f"{peer.name}: {error.details()}") from error
 
     async def _open(self, peer: router_pb2.Endpoint) -> Link:
         channel = make_channel(peer.address, self._key)
@@ -255,7 +260,7 @@ class KvReceiver:
     async def _read(self, link: Link) -> None:
         reason = "the stream ended"
         try:
-            while (frame := await link.call.read()) is not grpc.aio.EOF:
+            async for frame in link.call:
                 self._on_frame(link, frame)
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
@@ -300,23 +305,21 @@ class KvReceiver:
                 case rx.Verify(checksums):
                     asyncio.get_running_loop().create_task(self._verify(receiving, checksums))
                 case rx.Join(token_id, logprob, cached_tokens):
-                    self._engine.post(
-                        lambda a=action: engine.commit_handoff(key, a.token_id, a.logprob, a.cached_tokens)
-                    )  # type: ignore[misc]
+                    self._engine.post(partial(engine.commit_handoff, key, token_id, logprob, cached_tokens))
                     self._committed(receiving)
                 case rx.Recompute(reason):
                     log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
                     self._metrics.transfers.labels("recomputed").inc()
-                    self._engine.post(lambda: engine.recompute(key))
+                    self._engine.post(partial(engine.recompute, key))
                 case rx.Detach(reason, recompute):
                     if recompute:
                         log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
                         self._metrics.transfers.labels("recomputed").inc()
                     receiving.quarantine = [ref.block_id for ref in receiving.blocks]
-                    self._engine.post(lambda a=action: engine.detach(key, then_wait=a.recompute))  # type: ignore[misc]
+                    self._engine.post(partial(engine.detach, key, then_wait=recompute))
                 case rx.ReleaseBlocks():
                     blocks, receiving.quarantine = receiving.quarantine, []
-                    self._engine.post(lambda b=blocks: engine.release_blocks(b))  # type: ignore[misc]
+                    self._engine.post(partial(engine.release_blocks, blocks))
         if receiving.machine.state is rx.ReceiverState.CLOSED and key in self._transfers:
             receiving.link.connector.finish(key)
             del self._transfers[key]

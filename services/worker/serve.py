@@ -1,0 +1,282 @@
+"""The process of a prefill, decode or aggregated worker."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import structlog
+import torch
+import zmq
+from tokenizers import Tokenizer
+
+from engine.config import read_config
+from engine.engine import Engine, EngineConfig, StepOutput
+from engine.hashing import test_vector
+from engine.kv_cache import KVCacheSpec
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
+from kv_transfer.connectors.shared_memory import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SharedSegment,
+    reap_stale_segments,
+)
+from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
+from services.cluster_state import ClusterState
+from services.config import WorkerConfig, parse_bytes
+from services.process import new_incarnation, stop_signal
+from services.rpc import cluster_pb2, transfer_pb2_grpc, worker_pb2_grpc
+from services.rpc_server import RpcServer
+from services.security import cluster_key
+from services.worker.engine_thread import EngineThread
+from services.worker.event_publisher import EventPublisher
+from services.worker.metrics import WorkerMetrics
+from services.worker.receiving import KvReceiver
+from services.worker.sending import KvSender
+from services.worker.servicer import WorkerService
+from services.worker.token_publisher import TokenPublisher
+from services.zmq_sockets import secure
+
+log = structlog.get_logger()
+
+_TICK_SECONDS = 0.05
+_BEAT_TICKS = 10
+_HANG_SECONDS = 10.0  # no step for so long, with work to do: not alive
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Runs until SIGTERM, then drains."""
+    stop = stop_signal()
+    await Worker(config, stop).run()
+
+
+class Worker:
+    """Everything that one worker process holds, wired together."""
+
+    def __init__(self, config: WorkerConfig, stop: asyncio.Event) -> None:
+        self._config = config
+        self._stop = stop
+        self._key = cluster_key(config.cluster_key)
+        self.incarnation = new_incarnation()
+        self.metrics = WorkerMetrics()
+        self._segment: SharedSegment | None = None
+        self._connectors: list[ReceiverConnector] = []
+
+    async def run(self) -> None:
+        """Loads, registers, serves, drains."""
+        config = self._config
+        for name in reap_stale_segments():
+            log.info("removed shared memory of a dead worker", segment=name)
+        rpc = RpcServer(config.bind, 0, self._key, self.metrics.registry)
+        state = ClusterState(config.state, config.cluster)
+        await state.connect()
+        try:
+            engine = await asyncio.to_thread(self._build_engine)
+            await self._serve(engine, rpc, state)
+        finally:
+            await state.close()
+            await rpc.stop()
+            for connector in self._connectors:
+                connector.close()
+            if self._segment is not None:
+                self._segment.unlink()
+
+    def _build_engine(self) -> Engine:
+        """Loads the model, sizes the pool and warms up, so that the first request is as fast as the next."""
+        config = self._config
+        folder = Path(config.model)
+        model = read_config(folder)
+        dtype = getattr(torch, config.dtype)
+        spec = KVCacheSpec(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype)
+        num_blocks = config.kv_blocks or parse_bytes(config.kv_memory) // spec.block_bytes
+        if config.role == "decode" and config.connector != "zmq":
+            self._segment = self._allocate_segment(num_blocks * spec.block_bytes, num_blocks)
+        segment = self._segment
+        engine = Engine.build(
+            folder,
+            EngineConfig(
+                block_size=config.block_size,
+                num_blocks=num_blocks,
+                max_batched_tokens=config.max_batched_tokens,
+                max_running=config.max_running,
+                max_model_len=config.max_model_len or None,
+                vocab_size=_vocab_size(folder),
+                dtype=config.dtype,
+                threads=config.threads,
+                dummy_seed=config.dummy_seed,
+                allocate=(lambda size: segment.buffer) if segment is not None else None,
+            ),
+        )
+        log.info(
+            "model loaded",
+            kv_tokens=num_blocks * config.block_size,
+            kv_mib=num_blocks * spec.block_bytes >> 20,
+            max_model_len=engine.max_model_len,
+            threads=config.threads,
+        )
+        gc.collect()
+        gc.freeze()
+        return engine
+
+    def _allocate_segment(self, pool_bytes: int, num_blocks: int) -> SharedSegment | None:
+        try:
+            return SharedSegment(pool_bytes, num_blocks)
+        except ConnectorError as error:
+            if self._config.connector == "shared_memory":
+                raise
+            log.warning("no shared memory for the KV pool, ZMQ is used", reason=str(error))
+            return None
+
+    async def _serve(self, engine: Engine, rpc: RpcServer, state: ClusterState) -> None:
+        config = self._config
+        spec = engine.kv_cache.spec
+        pool = PoolDescription(
+            self.incarnation, engine.kv_cache.num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout
+        )
+        if config.role == "decode":
+            if self._segment is not None:
+                self._connectors.append(SharedMemoryReceiver(self._segment, pool))
+            self._connectors.append(
+                ZmqReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, self._secure)
+            )
+
+        def open_connector(kind: str, description: bytes) -> SenderConnector:
+            if kind == "shared_memory":
+                return SharedMemorySender(description, spec.layout)
+            if kind == "zmq":
+                return ZmqSender(description, spec.layout, self._secure)
+            raise ConnectorError(f"the connector {kind!r} is not known here")
+
+        thread = EngineThread(engine, self._on_step, self._on_crash)
+        tokens = TokenPublisher(self.incarnation, self._key)
+        self._events = EventPublisher(self.incarnation, config.bind, self._key)
+        self._receiver = KvReceiver(
+            self.incarnation,
+            config.name,
+            engine.fingerprint,
+            spec.layout,
+            thread,
+            self._connectors,
+            self._key,
+            self.metrics,
+        )
+        forced = None if config.connector == "auto" else config.connector
+        self._sender = KvSender(
+            self.incarnation, engine.fingerprint, spec.layout, thread, open_connector, tokens, forced
+        )
+        self._service = WorkerService(
+            self.incarnation,
+            thread,
+            self._receiver,
+            tokens,
+            self._events,
+            max_model_len=engine.max_model_len,
+            max_waiting=config.max_waiting,
+        )
+        if config.role == "prefill":
+            engine.on_layer = self._sender.on_layer
+            thread.after_step = lambda output: self._sender.on_step_end(output.step)
+            transfer_pb2_grpc.add_TransferServicer_to_server(self._sender, rpc.server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, rpc.server)
+        thread.start()
+        await rpc.start()
+        self._member = cluster_pb2.Member(
+            name=config.name,
+            role=config.role,
+            incarnation=self.incarnation,
+            grpc_address=rpc.address,
+            events_address=self._events.address,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            model=cluster_pb2.ModelCard(
+                name=config.model_name or Path(config.model).name,
+                fingerprint=engine.fingerprint,
+                layout=spec.layout,
+                block_size=spec.block_size,
+                max_model_len=engine.max_model_len,
+                num_blocks=engine.kv_cache.num_blocks,
+                hash_vector=test_vector(),
+            ),
+        )
+        await self._refresh_load(thread)
+        await state.register(self._member)
+        state.on_change(self._on_change)
+        await rpc.set_healthy(True)
+        log.info("ready", role=config.role, address=rpc.address)
+        ticker = asyncio.get_running_loop().create_task(self._tick(thread, rpc))
+        await self._stop.wait()
+        await self._drain(state, rpc)
+        ticker.cancel()
+        await self._receiver.close()
+        tokens.close()
+        self._events.close()
+        await asyncio.to_thread(thread.stop)
+
+    def _secure(self, socket: zmq.Socket[bytes], server: bool) -> None:
+        secure(socket, self._key, server=server)
+
+    def _on_step(self, output: StepOutput) -> None:
+        """Event loop, after each step: tokens, events, metrics."""
+        self._sender.on_outputs(output.outputs)
+        self._service.publish(output.outputs)
+        if output.events:
+            self._events.publish(output.events)
+        self._receiver.blocks_freed()
+        self.metrics.count_step(output)
+
+    def _on_crash(self, error: Exception) -> None:
+        """The engine's loop failed: nothing here can be trusted any more, a new process starts clean."""
+        log.critical("the engine thread failed", error=repr(error), exc_info=error)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _on_change(self, change: str, member: cluster_pb2.Member) -> None:
+        if change == "left" and member.role == "gateway":
+            self._service.gateway_left(member.incarnation)
+
+    async def _tick(self, thread: EngineThread, rpc: RpcServer) -> None:
+        beats: Counter[str] = Counter()
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            self._receiver.tick(now)
+            self._sender.tick(now)
+            self._service.tick(now)
+            beats["tick"] += 1
+            if beats["tick"] % _BEAT_TICKS == 0:
+                await rpc.set_healthy(now - thread.last_progress < _HANG_SECONDS and not self._service.draining)
+                await self._refresh_load(thread)
+
+    async def _refresh_load(self, thread: EngineThread) -> None:
+        """Puts the engine's load into metrics and into the next heartbeat."""
+        engine = thread.engine
+        quarantined = self._receiver.quarantined_blocks
+        stats, orphaned = await thread.call(lambda: (engine.stats(), engine.orphaned_blocks(quarantined)))
+        self._member.load.running = stats.running
+        self._member.load.waiting = stats.waiting
+        self._member.load.free_blocks = stats.free_blocks
+        self._member.load.steps = stats.steps
+        self.metrics.set_load(stats, orphaned)
+
+    async def _drain(self, state: ClusterState, rpc: RpcServer) -> None:
+        """Unready first, then finish what runs, then transfers."""
+        self._member.draining = True
+        self._sender.draining = True
+        await rpc.set_healthy(False)
+        await state.announce()
+        deadline = time.monotonic() + self._config.drain_seconds
+        unfinished = await self._service.drain(self._config.drain_seconds)
+        while self._sender.num_transfers and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        log.info("drained", unfinished=unfinished, transfers=self._sender.num_transfers)
+
+
+def _vocab_size(folder: Path) -> int | None:
+    """Ids that the tokenizer knows; a model's matrix may be padded beyond, and those ids must never be sampled."""
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)).get_vocab_size(with_added_tokens=True) if path.exists() else None
