@@ -1,11 +1,10 @@
 """Text to token ids and back, from a folder's `tokenizer.json`. Without torch and transformers.
 
-Text of users never turns into control tokens: what looks like a special token is encoded as plain characters. Only a chat
-template inserts special tokens.
+Text of users never turns into control tokens: what looks like a special token is encoded as plain characters. Only a
+chat template inserts special tokens.
 """
 
 import json
-import secrets
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,31 +52,24 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a user's text, after the BOS token if the model wants one."""
         bos = self.id_of(self.bos_token) if self._add_bos else None
-        return ([bos] if bos is not None else []) + self._encode_plain(text)
+        return ([bos] if bos is not None else []) + self.encode_plain(text)
 
-    def encode_chat(self, rendered: str, contents: dict[str, str]) -> list[int]:
-        """Ids of a rendered chat template.
+    def encode_template(self, rendered: str) -> list[int]:
+        """Ids of a template's own text, in which special tokens count."""
+        return self._tokenizer.encode(rendered, add_special_tokens=False).ids
 
-        `contents` maps markers that stand in `rendered` to the text that they stand for. Special tokens count in the
-        template's own text only. The text is encoded in one piece unless a content holds the text of a special token.
-        """
-        if not any(special in content for content in contents.values() for special in self._special_texts):
-            for marker, content in contents.items():
-                rendered = rendered.replace(marker, content)
-            return self._tokenizer.encode(rendered, add_special_tokens=False).ids
-        ids: list[int] = []
-        for piece, plain in _split(rendered, contents):
-            ids += self._encode_plain(piece) if plain else self._tokenizer.encode(piece, add_special_tokens=False).ids
-        return ids
+    def has_special_text(self, text: str) -> bool:
+        """Whether the text of a special token stands in `text`."""
+        return any(special in text for special in self._special_texts)
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is special."""
-        if not any(special in text for special in self._special_texts):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        # The library finds added tokens before anything else; cut inside of each, it does not see them.
+        if not self.has_special_text(text):
+            return self.encode_template(text)
+        # The library finds special tokens before anything else; cut inside of each, it does not see them.
         ids: list[int] = []
         for piece in _cut(text, self._special_texts):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+            ids += self.encode_template(piece)
         return ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
@@ -107,33 +99,11 @@ class Tokenizer:
         return "ByteLevel" not in self._decoder and ("Strip" in self._decoder or "Metaspace" in self._decoder)
 
 
-def new_marker() -> str:
-    """A text that no user can know, to stand for a content while a template is rendered."""
-    return f"\ue000{secrets.token_hex(16)}\ue001"
-
-
 def _token_text(value: Any) -> str | None:
     """tokenizer_config.json writes a token as text or as an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
-
-
-def _split(rendered: str, contents: dict[str, str]) -> list[tuple[str, bool]]:
-    """(text, whether it is a user's) in order."""
-    pieces = [(rendered, False)]
-    for marker, content in contents.items():
-        split: list[tuple[str, bool]] = []
-        for text, plain in pieces:
-            if plain or marker not in text:
-                split.append((text, plain))
-                continue
-            for number, part in enumerate(text.split(marker)):
-                if number:
-                    split.append((content, True))
-                split.append((part, False))
-        pieces = split
-    return [(text, plain) for text, plain in pieces if text]
 
 
 def _cut(text: str, specials: list[str]) -> list[str]:
