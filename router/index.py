@@ -1,0 +1,74 @@
+"""Which worker holds which KV blocks, by chained hash.
+
+A block's hash stands for its whole prefix, so the longest cached prefix of a request on a worker is the number of its
+leading hashes that the worker holds. Memory: about 250 bytes for a block on one worker (two set entries and the key).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from engine.request import BlockRemoved, BlockStored, CacheCleared, KvEvent
+
+
+class BlockIndex:
+    """Hash to workers and worker to hashes, kept equal."""
+
+    def __init__(self) -> None:
+        self._workers_of: defaultdict[bytes, set[str]] = defaultdict(set)
+        self._hashes_of: defaultdict[str, set[bytes]] = defaultdict(set)
+
+    def apply(self, worker: str, events: Iterable[KvEvent]) -> None:
+        """Books what a worker told."""
+        for event in events:
+            match event:
+                case BlockStored(block_hashes):
+                    self._add(worker, block_hashes)
+                case BlockRemoved(block_hashes):
+                    for block_hash in block_hashes:
+                        self._discard(worker, block_hash)
+                    self._hashes_of[worker].difference_update(block_hashes)
+                case CacheCleared():
+                    self.remove(worker)
+
+    def replace(self, worker: str, hashes: Iterable[bytes]) -> None:
+        """Sets all that a worker holds."""
+        self.remove(worker)
+        self._add(worker, hashes)
+
+    def remove(self, worker: str) -> None:
+        """Forgets a worker, in time of its blocks."""
+        for block_hash in self._hashes_of.pop(worker, ()):
+            self._discard(worker, block_hash)
+
+    def prefixes(self, hashes: Sequence[bytes], workers: Iterable[str]) -> dict[str, int]:
+        """Leading blocks of the chain that each worker holds."""
+        found = dict.fromkeys(workers, 0)
+        alive = set(found)
+        for depth, block_hash in enumerate(hashes, start=1):
+            alive &= self._workers_of.get(block_hash, frozenset())
+            if not alive:
+                break
+            for worker in alive:
+                found[worker] = depth
+        return found
+
+    def num_blocks(self, worker: str) -> int:
+        """Blocks known of a worker."""
+        return len(self._hashes_of.get(worker, ()))
+
+    def __len__(self) -> int:
+        """Hashes known of anybody."""
+        return len(self._workers_of)
+
+    def _add(self, worker: str, hashes: Iterable[bytes]) -> None:
+        own = self._hashes_of[worker]
+        for block_hash in hashes:
+            own.add(block_hash)
+            self._workers_of[block_hash].add(worker)
+
+    def _discard(self, worker: str, block_hash: bytes) -> None:
+        holders = self._workers_of.get(block_hash)
+        if holders is not None:
+            holders.discard(worker)
+            if not holders:
+                del self._workers_of[block_hash]

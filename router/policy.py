@@ -1,0 +1,106 @@
+"""Where a request goes: pure functions of a snapshot of the cluster and the request."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.reservations import Outstanding
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker, as it is at this moment for this request."""
+
+    worker: str  # incarnation
+    role: str
+    outstanding: Outstanding
+    cached_blocks: int  # leading blocks of this request that it holds
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is known of the request."""
+
+    prompt_tokens: int
+    max_tokens: int
+    block_size: int
+    local_prefill_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Workers of a request, by incarnation, and why."""
+
+    decode: Candidate
+    prefill: Candidate | None
+    reason: str
+
+
+class NoWorker(Exception):
+    """Nobody can decode."""
+
+
+# Cost of giving the request to a candidate; the least wins.
+Cost = Callable[[Candidate, Ask], float]
+
+
+def _least_outstanding(candidate: Candidate, ask: Ask) -> float:
+    return candidate.outstanding.prefill_tokens + candidate.outstanding.decode_tokens
+
+
+def _prefix(candidate: Candidate, ask: Ask) -> float:
+    """Tokens to compute before this request, and of this request: what is cached need not be computed."""
+    uncached = ask.prompt_tokens - candidate.cached_blocks * ask.block_size
+    # A token kept for a running answer slows this request far less than one that is prefilled before it.
+    return candidate.outstanding.prefill_tokens + uncached + candidate.outstanding.decode_tokens / 8
+
+
+def _random(candidate: Candidate, ask: Ask) -> float:
+    return 0.0
+
+
+ROUND_ROBIN = "round_robin"
+POLICIES: dict[str, Cost] = {
+    "prefix": _prefix,
+    "least_outstanding": _least_outstanding,
+    "random": _random,
+}
+
+
+def place(
+    ask: Ask,
+    candidates: Sequence[Candidate],
+    *,
+    policy: str,
+    local_prefill_tokens: int,
+    turn: int,
+    rng: random.Random,
+) -> Decision:
+    """The decode worker, and the prefill worker unless the decode worker does it itself. Raises NoWorker.
+
+    Ties are broken by `rng`; `turn` counts the decisions, for round robin. The decode worker computes the prompt itself
+    when it is an aggregated worker, when there is no prefill worker, when that was asked for, or when no more than
+    `local_prefill_tokens` are missing there.
+    """
+
+    def best(role: tuple[str, ...]) -> Candidate | None:
+        able = sorted((c for c in candidates if c.role in role), key=lambda c: c.worker)
+        if not able or policy == ROUND_ROBIN:
+            return able[turn % len(able)] if able else None
+        costs = [POLICIES[policy](candidate, ask) for candidate in able]
+        return rng.choice([candidate for candidate, cost in zip(able, costs, strict=True) if cost <= min(costs)])
+
+    decode = best(("decode", "aggregated"))
+    if decode is None:
+        raise NoWorker("no decode or aggregated worker is ready")
+    uncached = ask.prompt_tokens - decode.cached_blocks * ask.block_size
+    if ask.local_prefill_only:
+        return Decision(decode, None, "local prefill asked for")
+    if decode.role == "aggregated":
+        return Decision(decode, None, f"{policy}: aggregated worker")
+    if uncached <= local_prefill_tokens:
+        return Decision(decode, None, f"{policy}: only {uncached} prompt tokens are not cached on the decode worker")
+    prefill = best(("prefill",))
+    if prefill is None:
+        return Decision(decode, None, f"{policy}: no prefill worker is ready")
+    return Decision(decode, prefill, f"{policy}: {prefill.cached_blocks} blocks cached on the prefill worker")
