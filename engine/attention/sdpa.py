@@ -77,16 +77,22 @@ class SdpaBackend(AttentionBackend):
         lengths = np.array([span.length for span in spans])
         ends = starts + lengths
         firsts = np.cumsum(lengths) - lengths
-        table = _block_table([span.block_ids for span in spans], int(padded_context(ends).max()), spec.block_size)
+        used = [span.block_ids[: -(-(span.start + span.length) // spec.block_size)] for span in spans]
+        table = _block_table(used, int(padded_context(ends).max()), spec.block_size)
 
         owner = np.repeat(np.arange(len(spans)), lengths)
         positions = np.arange(len(owner)) - firsts[owner] + starts[owner]
         blocks = table[owner, positions // spec.block_size]
         slots = blocks * (spec.num_layers * spec.block_size) + positions % spec.block_size
 
+        # Masked keys weigh zero, but zero times the NaN of an earlier owner would be NaN: pages begin clean.
+        last = (ends - 1) // spec.block_size
+        begun = np.flatnonzero((last * spec.block_size >= starts) & (ends % spec.block_size != 0))
+        begun_pages = table[begun, last[begun]] * spec.num_layers
+
         tiles = _cut(starts, lengths, firsts)
         groups = [self._group(tiles, members, table, len(owner)) for members in self._similar(tiles)]
-        return SdpaContext(self, torch.from_numpy(slots), groups, on_layer)
+        return SdpaContext(self, torch.from_numpy(slots), torch.from_numpy(begun_pages), groups, on_layer)
 
     def _similar(self, tiles: _Tiles) -> Iterator[IntArray]:
         """Indexes of tiles that are worth computing together."""
@@ -130,19 +136,27 @@ class SdpaContext(AttentionContext):
     """One step over the pages of an `SdpaBackend`."""
 
     def __init__(
-        self, backend: SdpaBackend, slots: torch.Tensor, groups: list[_Group], on_layer: Callable[[int], None] | None
+        self,
+        backend: SdpaBackend,
+        slots: torch.Tensor,
+        begun_pages: torch.Tensor,
+        groups: list[_Group],
+        on_layer: Callable[[int], None] | None,
     ) -> None:
         spec = backend.cache.spec
         self._spec = spec
         self._scale = backend.kind.scale
         self._on_layer = on_layer
         self._slots = slots  # [N]: rows of `_by_token` for layer 0
+        self._begun_pages = begun_pages  # rows of `_by_page` for layer 0: pages that this step fills in part
         self._groups = groups
         self._by_token = backend.cache.tensor.view(-1, spec.num_kv_heads * 2 * spec.head_dim)
         self._by_page = backend.cache.tensor.view(-1, spec.block_size * spec.num_kv_heads * 2 * spec.head_dim)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionContext.forward`."""
+        if len(self._begun_pages):
+            self._by_page.index_fill_(0, self._begun_pages + layer, 0)
         rows = torch.cat((k, v), dim=-1).view(len(k), -1).to(self._by_token.dtype)
         self._by_token.index_copy_(0, self._slots + layer * self._spec.block_size, rows)
         if self._on_layer is not None:
@@ -181,7 +195,7 @@ class SdpaContext(AttentionContext):
 def _block_table(block_ids: list[Sequence[int]], num_keys: int, block_size: int) -> IntArray:
     """[n, P] with room for `num_keys`; what a sequence lacks is filled with its own first block (and masked)."""
     counts = np.array([len(ids) for ids in block_ids])
-    width = max(int(counts.max()), -(-num_keys // block_size))
+    width = -(-num_keys // block_size)
     table = np.repeat(np.array([ids[0] for ids in block_ids])[:, None], width, axis=1)
     table[np.arange(width) < counts[:, None]] = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in block_ids])
     return table

@@ -22,7 +22,7 @@ class Sequences:
         self.block_ids = [[order.pop() for _ in range(count)] for count in blocks]
         spec = KVCacheSpec(LAYERS, block_size, kv_heads, dim, torch.float32)
         self.cache = KVCache(spec, sum(blocks) + 3)
-        self.cache.tensor.normal_(generator=generator)  # stale content must not matter
+        self.cache.tensor.fill_(torch.nan)  # what an earlier owner left must not matter
         self.backend = SdpaBackend(self.cache, LayerKind(heads, dim**-0.5))
         self.q = [torch.randn(LAYERS, n, heads, dim, generator=generator) for n in lengths]
         self.k = [torch.randn(LAYERS, n, kv_heads, dim, generator=generator) for n in lengths]
