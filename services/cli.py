@@ -1,0 +1,200 @@
+"""The `tandem` command. Each subcommand imports what it needs, so that a gateway starts in a second, without torch."""
+
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Tandem: disaggregated LLM serving. `tandem up` starts a cluster on this machine; `tandem chat` talks to it.",
+    rich_markup_mode=None,
+)
+
+
+class Role(str, Enum):
+    """What a process of the cluster does."""
+
+    gateway = "gateway"
+    router = "router"
+    prefill = "prefill"
+    decode = "decode"
+    aggregated = "aggregated"
+
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings; flags and TANDEM_* win.")]
+
+
+def _settings(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@app.command()
+def up(
+    model: Annotated[str, typer.Option(help="Hugging Face folder, .gguf file, or smollm2.")] = "SmolLM2-135M-Instruct",
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers.  [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers.  [default: 1]")] = None,
+    aggregated: Annotated[int, typer.Option(help="Workers that do both; then no others by default.")] = 0,
+    host: Annotated[str, typer.Option(help="Address of the HTTP port.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    state: Annotated[str, typer.Option(help="redis://... of the cluster state; default: an embedded server.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")] = False,
+    config: ConfigFile = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.  [default: 16]")] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of each worker, instead of --kv-memory.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="KV memory of each worker.  [default: 1GiB]")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, tokens.")] = None,
+    max_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512]")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests computed at once.  [default: 64]")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dummy_seed: Annotated[int | None, typer.Option(help="Random weights from this seed, for benchmarks.")] = None,
+    connector: Annotated[str | None, typer.Option(help="auto, shared_memory or zmq.")] = None,
+    policy: Annotated[str | None, typer.Option(help="prefix, least_outstanding, round_robin or random.")] = None,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Shorter uncached prompts are prefilled where they decode.")
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Start a cluster on this machine: gateway, router, workers and cluster state.
+
+    Examples:
+
+      tandem up
+
+      tandem up --prefill 1 --decode 2 --model ./Qwen3-0.6B --port 9000
+
+      tandem up --aggregated 1
+    """
+    from services.process import run
+    from services.up import StartFailed, UpOptions
+    from services.up import up as start
+
+    settings = _settings(
+        block_size=block_size,
+        kv_blocks=kv_blocks,
+        kv_memory=kv_memory,
+        max_model_len=max_model_len,
+        max_batched_tokens=max_batched_tokens,
+        max_running=max_running,
+        threads=threads,
+        dtype=dtype,
+        dummy_seed=dummy_seed,
+        connector=connector,
+        policy=policy,
+        local_prefill_tokens=local_prefill_tokens,
+        log_level=log_level,
+    )
+    options = UpOptions(model, prefill, decode, aggregated, host, port, state, json, config, settings)
+    with _told(StartFailed):
+        run(start(options))
+
+
+@app.command()
+def serve(role: Annotated[Role, typer.Argument(help="What this process does.")], config: ConfigFile = None) -> None:
+    """Run one process of a cluster. Settings come from TANDEM_* variables and the file; see docs/configuration.md.
+
+    Example:
+
+      TANDEM_STATE=redis://127.0.0.1:6379/0 TANDEM_MODEL=./model tandem serve router
+    """
+    from services.cluster_state import ModelMismatch
+    from services.config import GatewayConfig, RouterConfig, WorkerConfig, load
+    from services.logs import configure
+    from services.process import run
+
+    if config is None and (path := os.environ.get("TANDEM_CONFIG")):
+        config = Path(path)
+    with _told(ModelMismatch):
+        if role is Role.gateway:
+            gateway = load(GatewayConfig, {}, config)
+            configure(gateway.log_level, gateway.log_format)
+            from services.gateway.serve import serve as serve_gateway
+
+            run(serve_gateway(gateway))
+        elif role is Role.router:
+            router = load(RouterConfig, {}, config)
+            configure(router.log_level, router.log_format)
+            from services.router import serve as serve_router
+
+            run(serve_router(router))
+        else:
+            worker = load(WorkerConfig, {"role": role.value}, config)
+            configure(worker.log_level, worker.log_format)
+            from services.worker.serve import serve as serve_worker
+
+            run(serve_worker(worker))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Where the cluster answers.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Model name; default: the first that is served.")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, tokens.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    api_key: Annotated[str, typer.Option(envvar="TANDEM_API_KEY", help="Key of the gateway.")] = "",
+) -> None:
+    """Talk to a cluster in the terminal; shows TTFT and TPOT. Text on stdin is answered once.
+
+    Example:
+
+      echo "What is the capital of France?" | tandem chat
+    """
+    from services.chat import ChatFailed, chat_loop
+
+    with _told(ChatFailed):
+        chat_loop(url, model, system, max_tokens, temperature, api_key)
+
+
+@app.command()
+def doctor(
+    port: Annotated[int, typer.Option(help="HTTP port that `tandem up` would use.")] = 8000,
+    state: Annotated[str, typer.Option(help="redis://... to check.")] = "",
+    model: Annotated[str, typer.Option(help="Model to look for.")] = "SmolLM2-135M-Instruct",
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+) -> None:
+    """Check Python, torch, devices, ports, shared memory, Redis and model; says what to do."""
+    from services.doctor import examine
+
+    sys.exit(examine(port, state, model, json))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(installed("tandem-serve"))
+
+
+class _told:
+    """Ends the command with a message instead of a traceback for errors that a user can mend."""
+
+    def __init__(self, *errors: type[Exception]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        from engine.config import ModelError
+        from services.config import ConfigError
+        from services.supervisor import EXIT_CONFIGURATION
+
+        if isinstance(error, (ConfigError, ModelError, FileNotFoundError, ConnectionError, *self._errors)):
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(EXIT_CONFIGURATION if isinstance(error, (ConfigError, ModelError, *self._errors)) else 1)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name="tandem")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""The router process: keeps a view of the workers and their caches, and places requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.request import KvEventBatch
+from router.feed import Feed, Verdict
+from router.index import BlockIndex
+from router.policy import Ask, Candidate, Decision, NoWorker, place
+from router.reservations import Reservation, Reservations
+from services.cluster_state import ClusterState
+from services.config import RouterConfig
+from services.process import new_incarnation, stop_signal
+from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.rpc_server import RpcServer, make_channel
+from services.security import ClusterKey, cluster_key
+from services.zmq_sockets import sub_socket
+
+log = structlog.get_logger()
+
+_WORKER_ROLES = ("prefill", "decode", "aggregated")
+_GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
+
+
+class RouterMetrics:
+    """What the router exports."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.decision_seconds = Histogram(
+            "tandem_router_decision_seconds",
+            "Time to place one request",
+            registry=registry,
+            buckets=(0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01),
+        )
+        self.overlap = Counter(
+            "tandem_router_overlap_blocks",
+            "Cached prompt blocks, as predicted and as found",
+            ["kind"],
+            registry=registry,
+        )
+        self.placements = Counter("tandem_router_placements", "Placements by way", ["way"], registry=registry)
+        self.resyncs = Counter("tandem_router_resyncs", "Snapshots taken of workers' caches", registry=registry)
+        self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
+        self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
+        self.reservations = Gauge("tandem_router_reservations", "Requests under way", registry=registry)
+
+
+class CacheWatcher:
+    """Keeps the index true for one worker: snapshot on join and on gaps, events in between."""
+
+    def __init__(self, member: cluster_pb2.Member, index: BlockIndex, key: ClusterKey | None, metrics: RouterMetrics):
+        self._member = member
+        self._index = index
+        self._metrics = metrics
+        self._feed = Feed()
+        self._channel = make_channel(member.grpc_address, key)
+        self._socket = sub_socket(member.events_address, b"kv", key)
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Ends the watch; the caller clears the index."""
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(KvEventBatch)
+        try:
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    if self._feed.sequence is None:
+                        await self._resync()
+                    await self._follow(decoder)
+                await asyncio.sleep(0.5)
+        finally:
+            self._socket.close(linger=0)
+            await self._channel.close()
+
+    async def _follow(self, decoder: msgspec.msgpack.Decoder[KvEventBatch]) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                batch = decoder.decode(frames[1])
+            except (msgspec.MsgspecError, IndexError):
+                log.warning("malformed KV events dropped", worker=self._member.name)
+                continue
+            if batch.incarnation != self._member.incarnation:
+                continue
+            match self._feed.judge(batch.sequence):
+                case Verdict.APPLY:
+                    self._index.apply(batch.incarnation, batch.events)
+                case Verdict.RESYNC:
+                    await self._resync()
+
+    async def _resync(self) -> None:
+        stub = worker_pb2_grpc.WorkerStub(self._channel)
+        snapshot = await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=5)
+        if snapshot.incarnation == self._member.incarnation:
+            self._index.replace(snapshot.incarnation, snapshot.block_hashes)
+            self._feed.snapshot(snapshot.sequence)
+            self._metrics.resyncs.inc()
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """Places requests on the workers of the cluster state."""
+
+    def __init__(self, config: RouterConfig, key: ClusterKey | None) -> None:
+        self.metrics = RouterMetrics()
+        self._config = config
+        self._key = key
+        self._index = BlockIndex()
+        self._reservations = Reservations()
+        self._workers: dict[str, cluster_pb2.Member] = {}
+        self._watchers: dict[str, CacheWatcher] = {}
+        self._rng = random.Random()
+        self._turn = 0
+        for kind in ("predicted", "actual"):
+            self.metrics.overlap.labels(kind)
+
+    def on_change(self, change: str, member: cluster_pb2.Member) -> None:
+        """Follows the membership of workers."""
+        if member.role not in _WORKER_ROLES:
+            return
+        incarnation = member.incarnation
+        if change == "left":
+            self._workers.pop(incarnation, None)
+            if watcher := self._watchers.pop(incarnation, None):
+                watcher.stop()
+            self._index.remove(incarnation)
+            self._reservations.forget(incarnation)
+        else:
+            self._workers[incarnation] = member
+            if incarnation not in self._watchers:
+                self._watchers[incarnation] = CacheWatcher(member, self._index, self._key, self.metrics)
+        for role in _WORKER_ROLES:
+            self.metrics.workers.labels(role).set(sum(m.role == role for m in self._workers.values()))
+
+    async def Place(
+        self, request: router_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_pb2.Placement:
+        """Chooses workers and books their load."""
+        started = time.perf_counter()
+        excluded = set(request.exclude_incarnations)
+        members = [m for m in self._workers.values() if not m.draining and m.incarnation not in excluded]
+        prefixes = self._index.prefixes(request.block_hashes, [m.incarnation for m in members])
+        candidates = [
+            Candidate(m.incarnation, m.role, self._reservations.of(m.incarnation), prefixes[m.incarnation])
+            for m in members
+        ]
+        ask = Ask(
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=request.max_tokens,
+            block_size=members[0].model.block_size if members else 1,
+            local_prefill_only=request.local_prefill_only,
+        )
+        self._turn += 1
+        try:
+            decision = place(
+                ask,
+                candidates,
+                policy=self._config.policy,
+                local_prefill_tokens=self._config.local_prefill_tokens,
+                turn=self._turn,
+                rng=self._rng,
+            )
+        except NoWorker as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
+        self._book(request, ask, decision)
+        self.metrics.decision_seconds.observe(time.perf_counter() - started)
+        return self._placement(decision)
+
+    async def Release(
+        self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_pb2.ReleaseReply:
+        """Ends the booking of an attempt."""
+        reservation = self._reservations.release(request.request_id, request.attempt)
+        if reservation is not None and (worker := self._workers.get(reservation.decode)) is not None:
+            size = worker.model.block_size
+            self.metrics.overlap.labels("predicted").inc(reservation.predicted_tokens / size)
+            self.metrics.overlap.labels("actual").inc(request.cached_tokens / size)
+        return router_pb2.ReleaseReply()
+
+    def tick(self, now: float) -> None:
+        """Once a second: leases and gauges."""
+        self._reservations.expire(now)
+        self.metrics.blocks.set(len(self._index))
+        self.metrics.reservations.set(len(self._reservations))
+
+    def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision) -> None:
+        computing = decision.prefill or decision.decode
+        cached = computing.cached_blocks * ask.block_size
+        self._reservations.reserve(
+            request.request_id,
+            request.attempt,
+            Reservation(
+                decode=decision.decode.worker,
+                prefill=decision.prefill.worker if decision.prefill else None,
+                prefill_tokens=max(0, ask.prompt_tokens - cached),
+                decode_tokens=ask.prompt_tokens + min(ask.max_tokens, 1 << 16),
+                expires=time.monotonic() + max(1.0, request.deadline_seconds) + _GRACE_SECONDS,
+                predicted_tokens=cached,
+            ),
+        )
+        self.metrics.placements.labels("remote_prefill" if decision.prefill else "local_prefill").inc()
+
+    def _placement(self, decision: Decision) -> router_pb2.Placement:
+        placement = router_pb2.Placement(
+            decode=self._endpoint(decision.decode),
+            decode_cached_blocks=decision.decode.cached_blocks,
+            reason=decision.reason,
+        )
+        if decision.prefill is not None:
+            placement.prefill.CopyFrom(self._endpoint(decision.prefill))
+            placement.prefill_cached_blocks = decision.prefill.cached_blocks
+        return placement
+
+    def _endpoint(self, candidate: Candidate) -> router_pb2.Endpoint:
+        member = self._workers[candidate.worker]
+        return router_pb2.Endpoint(name=member.name, incarnation=member.incarnation, address=member.grpc_address)
+
+
+async def serve(config: RouterConfig) -> None:
+    """Runs until SIGTERM."""
+    stop = stop_signal()
+    key = cluster_key(config.cluster_key)
+    service = RouterService(config, key)
+    rpc = RpcServer(config.bind, 0, key, service.metrics.registry)
+    router_pb2_grpc.add_RouterServicer_to_server(service, rpc.server)
+    state = ClusterState(config.state, config.cluster)
+    await state.connect()
+    state.on_change(service.on_change)
+    await rpc.start()
+    await state.register(
+        cluster_pb2.Member(
+            name=config.name or "router",
+            role="router",
+            incarnation=new_incarnation(),
+            grpc_address=rpc.address,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+    )
+    await rpc.set_healthy(True)
+    log.info("ready", role="router", address=rpc.address, policy=config.policy)
+    while not stop.is_set():
+        service.tick(time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+    await state.close()
+    await rpc.stop()
