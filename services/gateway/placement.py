@@ -1,0 +1,230 @@
+"""The gateway's line to router and workers: place, submit, abort, release; and who has left.
+
+Every call has a deadline. What can be tried again is, within `worker_wait` seconds; what remains becomes an ApiError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+import stamina
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.cluster_state import ClusterState
+from services.gateway.errors import ApiError, invalid, overloaded, timed_out, unavailable
+from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.rpc_server import make_channel
+from services.security import ClusterKey
+
+log = structlog.get_logger()
+
+_PLACE_SECONDS = 2.0
+_SUBMIT_SECONDS = 5.0
+_NOTICE_SECONDS = 2.0  # abort and release
+_PROBE_SECONDS = 1.0
+_DECODING_ROLES = ("decode", "aggregated")
+_TRY_AGAIN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.INTERNAL,
+)
+
+
+class WorkerLost(Exception):
+    """The worker cannot take the request, or cannot be reached; another one can."""
+
+
+class NoRouter(Exception):
+    """No router is known now."""
+
+
+class Placements:
+    """Places requests on workers through the router."""
+
+    def __init__(self, state: ClusterState, key: ClusterKey | None, worker_wait: float) -> None:
+        self._state = state
+        self._key = key
+        self._worker_wait = worker_wait
+        self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+        self._watches: dict[str, asyncio.Task[None]] = {}  # by incarnation of a decoding worker
+        self._background: set[asyncio.Task[None]] = set()
+        self._on_lost: list[Callable[[str], None]] = []
+        self._card: cluster_pb2.ModelCard | None = None
+        state.on_change(self._changed)
+
+    @property
+    def model(self) -> cluster_pb2.ModelCard | None:
+        """What the cluster serves; still known when all workers are gone. None before the first one."""
+        return self._card
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could run now: there is a router and a worker that decodes."""
+        return bool(self._state.members("router")) and any(
+            not member.draining for member in self._state.members(*_DECODING_ROLES)
+        )
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback` with the incarnation of each decoding worker that is gone."""
+        self._on_lost.append(callback)
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The one channel to `address`."""
+        if address not in self._channels:
+            self._channels[address] = make_channel(address, self._key)
+        return self._channels[address]
+
+    async def place(self, request: router_pb2.PlaceRequest, deadline: float) -> router_pb2.Placement:
+        """A placement; waits up to `worker_wait` seconds for a worker, not beyond `deadline` (time.monotonic()).
+
+        Raises ApiError.
+        """
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise timed_out()
+        try:
+            async for attempt in stamina.retry_context(
+                on=_worth_a_retry,
+                attempts=None,
+                timeout=min(remaining, self._worker_wait),
+                wait_initial=0.05,
+                wait_max=0.5,
+                wait_jitter=0.05,
+            ):
+                with attempt:
+                    request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
+                    stub = router_pb2_grpc.RouterStub(self.channel(self._router_address(attempt.num)))
+                    placement: router_pb2.Placement = await stub.Place(request, timeout=_PLACE_SECONDS)
+                    return placement
+        except NoRouter:
+            raise unavailable("No router is available now") from None
+        except grpc.aio.AioRpcError as error:
+            raise _refusal(error, deadline) from None
+        raise AssertionError("the retry loop ends by return or raise")
+
+    async def submit(self, worker: router_pb2.Endpoint, request: worker_pb2.SubmitRequest, deadline: float) -> None:
+        """Gives the request to its decode worker. Raises WorkerLost, or ApiError for what no worker can run."""
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise timed_out()
+        request.deadline_seconds = remaining
+        try:
+            stub = worker_pb2_grpc.WorkerStub(self.channel(worker.address))
+            await stub.Submit(request, timeout=min(_SUBMIT_SECONDS, remaining))
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise invalid(error.details() or "The request cannot run", None) from None
+            raise WorkerLost(f"{error.code().name}: {error.details()}") from None
+
+    def abort(self, worker: router_pb2.Endpoint, request_id: str, attempt: int, reason: str) -> None:
+        """Tells the worker in the background that the attempt is not wanted any more."""
+        request = worker_pb2.AbortRequest(request_id=request_id, attempt=attempt, reason=reason)
+        stub = worker_pb2_grpc.WorkerStub(self.channel(worker.address))
+        self._spawn(_notice(stub.Abort(request, timeout=_NOTICE_SECONDS)))
+
+    def release(self, request_id: str, attempt: int, cached_tokens: int) -> None:
+        """Tells the router in the background that the attempt has ended."""
+        request = router_pb2.ReleaseRequest(request_id=request_id, attempt=attempt, cached_tokens=cached_tokens)
+        for router in self._state.members("router"):
+            stub = router_pb2_grpc.RouterStub(self.channel(router.grpc_address))
+            self._spawn(_notice(stub.Release(request, timeout=_NOTICE_SECONDS)))
+
+    async def close(self) -> None:
+        """Sees notices out and closes all channels."""
+        for watch in self._watches.values():
+            watch.cancel()
+        if self._background:
+            await asyncio.wait(self._background, timeout=_NOTICE_SECONDS)
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+
+    # Inside
+
+    def _router_address(self, attempt: int) -> str:
+        routers = sorted(self._state.members("router"), key=lambda member: member.incarnation)
+        if not routers:
+            raise NoRouter
+        return routers[(attempt - 1) % len(routers)].grpc_address
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _changed(self, change: str, member: cluster_pb2.Member) -> None:
+        if change == "left":
+            if watch := self._watches.pop(member.incarnation, None):
+                watch.cancel()
+                self._lost(member.incarnation)
+            address = member.grpc_address
+            if address in self._channels and all(other.grpc_address != address for other in self._state.members()):
+                self._spawn(self._channels.pop(address).close())
+        elif member.role in _DECODING_ROLES:
+            self._card = member.model
+            if member.incarnation not in self._watches:
+                self._watches[member.incarnation] = asyncio.get_running_loop().create_task(self._watch(member))
+
+    def _lost(self, incarnation: str) -> None:
+        for callback in self._on_lost:
+            callback(incarnation)
+
+    async def _watch(self, member: cluster_pb2.Member) -> None:
+        """Sees a worker die by its connection, which is sooner than its lease runs out."""
+        channel = self.channel(member.grpc_address)
+        health = health_pb2_grpc.HealthStub(channel)
+        while True:
+            state = channel.get_state(try_to_connect=True)
+            if state is not grpc.ChannelConnectivity.READY:
+                try:
+                    await health.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_SECONDS)
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.UNAVAILABLE:
+                        self._lost(member.incarnation)
+                    await asyncio.sleep(_PROBE_SECONDS)
+                continue
+            await channel.wait_for_state_change(state)
+
+
+async def _notice(call: Any) -> None:
+    """Waits for a call whose failure changes nothing: the peer is gone, or its lease runs out."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        log.debug("a notice was lost", code=error.code().name, details=error.details())
+
+
+def _worth_a_retry(error: Exception) -> bool:
+    if isinstance(error, NoRouter):
+        return True
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _TRY_AGAIN
+
+
+def _refusal(error: grpc.aio.AioRpcError, deadline: float) -> ApiError:
+    """What the client hears when the router gave no placement."""
+    retry_after = _retry_after(error)
+    if time.monotonic() >= deadline:
+        return timed_out()
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return overloaded("The cluster is full; try again later", retry_after)
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return invalid(error.details() or "The request cannot be placed", None)
+    log.warning("no placement", code=error.code().name, details=error.details())
+    return unavailable("No worker is available now", retry_after)
+
+
+def _retry_after(error: grpc.aio.AioRpcError) -> int:
+    """Whole seconds, at least 1."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "retry-after":
+            try:
+                return max(1, round(float(value)))
+            except ValueError:
+                break
+    return 1

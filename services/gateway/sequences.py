@@ -1,0 +1,207 @@
+"""One sequence: a prompt and its growing output, wherever it runs.
+
+The gateway holds the journal of output tokens. When a worker is lost, the sequence is placed again (attempt + 1) and
+resumes behind the tokens it has; the sampler is keyed by (seed, position), so the output goes on as if nothing had
+happened. An output of another attempt is dropped. So is a token that is known already: the first one comes from the
+prefill worker and once more from the decode worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from engine.hashing import block_hashes
+from engine.request import FinishReason, SamplingParams, TokenOutput
+from services.gateway.errors import ApiError, internal, timed_out, unavailable
+from services.gateway.placement import Placements, WorkerLost
+from services.gateway.token_socket import TokenSocket
+from services.rpc import router_pb2, worker_pb2
+from services.worker.wire import sampling_to_wire
+
+log = structlog.get_logger()
+
+_MAX_ATTEMPTS = 10
+
+
+class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What is computed, for whom, and until when."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    hash_root: bytes  # parent of the first block
+    block_size: int
+    cache_salt: str
+    tenant: str
+    priority: int
+    deadline: float  # time.monotonic()
+    reply_to: str  # our token socket
+    gateway_incarnation: str
+
+
+class Sequence:
+    """Runs one spec. `wake` is called when there is something to `take`, or when it has ended."""
+
+    def __init__(
+        self, spec: SequenceSpec, placements: Placements, tokens: TokenSocket, wake: Callable[[], None]
+    ) -> None:
+        self.spec = spec
+        self.output_token_ids: list[int] = []
+        self.cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.failure: ApiError | None = None
+        self.attempt = 0
+        self.worker: router_pb2.Endpoint | None = None  # that decodes the present attempt
+        self._placements = placements
+        self._tokens = tokens
+        self._wake = wake
+        self._fresh: list[TokenOutput] = []
+        self._excluded: list[str] = []
+        self._placed = False
+        self._lost = False
+        self._changed = asyncio.Event()  # finished or lost
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None or self.failure is not None
+
+    def take(self) -> list[TokenOutput]:
+        """New outputs, contiguous with those taken before."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    async def run(self) -> None:
+        """Places and submits until the sequence has ended; never raises. Cancelled: tells worker and router."""
+        self._tokens.register(self.spec.request_id, self)
+        try:
+            while not self.ended:
+                await self._run_attempt()
+        except ApiError as error:
+            self.failure = error
+        except Exception:
+            log.exception("a sequence failed", request=self.spec.request_id)
+            self.failure = internal()
+        finally:
+            self._tokens.unregister(self.spec.request_id)
+            self._leave("the client is gone or has enough")
+            self._wake()
+
+    def receive(self, output: TokenOutput) -> None:
+        """An output from a worker."""
+        if output.attempt != self.attempt or self.ended or self._lost:
+            return
+        if output.finish_reason == "error":
+            log.warning("a worker ended a request with an error", request=self.spec.request_id, error=output.error)
+            self.failure = timed_out() if time.monotonic() >= self.spec.deadline else internal()
+        elif output.finish_reason == "abort":
+            self.lose("the worker aborted it", exclude=True)
+            return
+        elif not self._append(output):
+            return
+        if self.ended:
+            self._changed.set()
+        self._wake()
+
+    def lose(self, reason: str, *, exclude: bool) -> None:
+        """The present attempt is lost. `exclude`: its worker must not get the next one."""
+        if self.ended or self._lost or self.worker is None:
+            return
+        log.info("a request moves", request=self.spec.request_id, worker=self.worker.name, reason=reason)
+        if exclude:
+            self._excluded.append(self.worker.incarnation)
+        self._lost = True
+        self._changed.set()
+
+    # Inside
+
+    def _append(self, output: TokenOutput) -> bool:
+        """Puts the new part of an output into the journal. False: there is none."""
+        known = len(self.output_token_ids) - output.index
+        if known < 0:
+            self.lose("tokens got lost on the way", exclude=False)
+            return False
+        if output.index == 0:
+            self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if known:
+            if known > len(output.token_ids) or (known == len(output.token_ids) and output.finish_reason is None):
+                return False
+            output.token_ids = output.token_ids[known:]
+            output.logprobs = output.logprobs[known:] if output.logprobs else output.logprobs
+            output.index += known
+        self.output_token_ids += output.token_ids
+        self.finish_reason = output.finish_reason
+        self._fresh.append(output)
+        return True
+
+    async def _run_attempt(self) -> None:
+        self._lost = False
+        self._changed.clear()
+        if self.output_token_ids and len(self.output_token_ids) >= self.spec.sampling.max_tokens:
+            self.finish_reason = "length"  # only the word that it has ended was lost
+            return
+        self._placed = True  # even if the answer does not come, the router may hold a reservation
+        placement = await self._placements.place(self._place_request(), self.spec.deadline)
+        self.worker = placement.decode
+        try:
+            await self._placements.submit(self.worker, self._submit_request(placement), self.spec.deadline)
+        except WorkerLost as error:
+            self.lose(str(error), exclude=True)
+        try:
+            async with asyncio.timeout(self.spec.deadline - time.monotonic()):
+                await self._changed.wait()
+        except TimeoutError:
+            raise timed_out() from None
+        if self._lost:
+            self._leave("the request has moved")
+            self.attempt += 1
+            if self.attempt >= _MAX_ATTEMPTS:
+                raise unavailable("The request was moved too often")
+
+    def _leave(self, reason: str) -> None:
+        """Ends the present attempt at its worker and at the router."""
+        if self.worker is not None and self.finish_reason is None:
+            self._placements.abort(self.worker, self.spec.request_id, self.attempt, reason)
+        if self._placed:
+            self._placements.release(self.spec.request_id, self.attempt, self.cached_tokens)
+        self.worker, self._placed = None, False
+
+    def _place_request(self) -> router_pb2.PlaceRequest:
+        spec = self.spec
+        ids = spec.prompt_token_ids + self.output_token_ids
+        # Scores of the prompt are not passed on between workers.
+        local = spec.sampling.prompt_logprobs is not None or spec.sampling.max_tokens == 0
+        return router_pb2.PlaceRequest(
+            request_id=spec.request_id,
+            attempt=self.attempt,
+            block_hashes=block_hashes(ids, spec.block_size, spec.hash_root),
+            prompt_tokens=len(ids),
+            max_tokens=spec.sampling.max_tokens - len(self.output_token_ids),
+            tenant=spec.tenant,
+            priority=spec.priority,
+            local_prefill_only=local,
+            exclude_incarnations=self._excluded,
+            model=spec.model,
+        )
+
+    def _submit_request(self, placement: router_pb2.Placement) -> worker_pb2.SubmitRequest:
+        spec = self.spec
+        return worker_pb2.SubmitRequest(
+            request_id=spec.request_id,
+            attempt=self.attempt,
+            prompt_token_ids=spec.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            sampling=sampling_to_wire(spec.sampling),
+            priority=spec.priority,
+            cache_salt=spec.cache_salt,
+            reply_to=spec.reply_to,
+            gateway_incarnation=spec.gateway_incarnation,
+            prefill=placement.prefill if placement.HasField("prefill") else None,
+            worker_incarnation=placement.decode.incarnation,
+        )
