@@ -1,12 +1,13 @@
 """Paged KV blocks: who holds them, what is in them, and which one to take next.
 
-Pure bookkeeping over block ids; the bytes live in `engine.kv_cache`. A block is *free* (nobody holds it; it may still be
-found by its hash: *cached*) or *active* (one or more holders). A freed block keeps its content until it is handed out
-again, least recently freed first, so the free list is the LRU list of the prefix cache. Each time a block is handed out
-its generation grows, so a reference to the earlier content can be told from one to the new.
+Pure bookkeeping over block ids; the bytes live in `engine.kv_cache`. A block is *free* (nobody holds it; it may still
+be found by its hash: *cached*) or *active* (one or more holders). A freed block keeps its content until it is handed
+out again, least recently freed first, so the free list is the LRU list of the prefix cache. Each time a block is handed
+out its generation grows, so a reference to the earlier content can be told from one to the new.
 
-One pool serves one cache group: all layers whose KV is kept for all tokens alike. A model with sliding-window, latent or
-recurrent layers has one pool per group, each with its own block tables; a prefix hit is then the shortest over groups.
+One pool serves one cache group: all layers whose KV is kept for all tokens alike. A model with sliding-window, latent
+or recurrent layers has one pool per group, each with its own block tables; a prefix hit is then the shortest over
+groups.
 """
 
 from collections import OrderedDict
@@ -130,7 +131,7 @@ class BlockPool:
         return events
 
     def counts(self) -> dict[str, int]:
-        """Blocks by state: free , cached (free but findable), active, transfer (a peer may write)."""
+        """Blocks by state: free, cached (free but findable), active, transfer (a peer may write)."""
         cached = sum(1 for block in self._free if self._hash_of[block] is not None)
         held = self.num_blocks - len(self._free)
         transfer = len(self._in_transfer)

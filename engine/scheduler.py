@@ -29,7 +29,7 @@ class Entry:
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence's last token is computed, so that the next can be sampled."""
+        """Whether the sequence's last token is computed, so that the next can be sampled. Changes when it is appended."""
         return self.end == len(self.sequence.token_ids)
 
 
@@ -61,6 +61,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []  # ended outside of complete(); told with the next step
+        self._stalled_at = -1  # free blocks when the last step found nothing to compute: it takes more to go on
 
     @property
     def num_running(self) -> int:
@@ -70,11 +71,18 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without blocks, and those that wait for a peer's KV."""
-        return len(self.sequences) - len(self._running)
+        return len(self._waiting) + self._num_in_state(State.RESERVED)
 
-    def has_work(self) -> bool:
-        """Whether a step would do something."""
-        return bool(self._running or self._waiting or self._ended)
+    def has_work(self, now: float | None = None) -> bool:
+        """Whether a step would do something. False while all depends on blocks that peers hold."""
+        if self._ended:
+            return True
+        if not (self._running or self._waiting):
+            return False
+        if self.pool.num_free > self._stalled_at:
+            return True
+        now = time.monotonic() if now is None else now
+        return any(s.request.deadline < now for s in (*self._running, *self._waiting))
 
     # Life of a sequence
 
@@ -84,7 +92,10 @@ class Scheduler:
         self._wait(sequence)
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Ends a sequence at any state and frees its blocks; None if it is not known."""
+        """Ends a sequence at any state and frees its blocks; None if it is not known.
+
+        A reserved sequence whose blocks a peer may still write is detached instead.
+        """
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, "abort")
@@ -99,10 +110,14 @@ class Scheduler:
     def reserve(self, sequence: Sequence) -> bool:
         """Takes blocks for all tokens of a new sequence, shared ones for its cached prefix; a peer will fill the rest.
 
-        False when there is no room now: one block per running sequence stays free, so that they can go on.
+        False when there is no room now. One block per running sequence stays free, so that they can go on, and so does
+        what waiting sequences with a better claim need: a stream of reservations starves nobody.
         """
+        if len(self._running) + self._num_in_state(State.RESERVED) >= self.max_running:
+            return False
         cached, needed = self._match(sequence, len(sequence.token_ids))
-        if self._free_besides(sequence, cached) < needed + len(self._running):
+        owed = sum(self._blocks_for(len(s.token_ids)) for s in self._waiting if s.claim < sequence.claim)
+        if self._free_besides(sequence, cached) < needed + len(self._running) + owed:
             return False
         self._take(sequence, cached, needed)
         sequence.state = State.RESERVED
@@ -121,8 +136,7 @@ class Scheduler:
         self.pool.unmark_transfer(sequence.block_ids)
         sequence.num_computed_tokens = len(sequence.token_ids)
         self._publish(sequence)
-        sequence.state = State.RUNNING
-        self._running.append(sequence)
+        self._run(sequence)
         self._append(sequence, first_token)
         return sequence
 
@@ -177,20 +191,21 @@ class Scheduler:
             if sequence.state is not State.RUNNING or budget < 1:
                 continue  # preempted for a sequence before it
             count = min(sequence.num_uncomputed_tokens, budget)
-            if self._grow(sequence, sequence.num_computed_tokens + count, entries):
+            if self._grow(sequence, sequence.num_computed_tokens + count):
                 entries.append(Entry(sequence, sequence.num_computed_tokens, count))
                 budget -= count
         entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]
         budget = self.max_batched_tokens - sum(entry.num_tokens for entry in entries)
         self._waiting.sort(key=lambda s: s.claim)
-        while self._waiting and budget > 0 and len(self._running) < self.max_running:
+        room = self.max_running - self._num_in_state(State.RESERVED)
+        while self._waiting and budget > 0 and len(self._running) < room:
             entry = self._admit(self._waiting[0], budget)
             if entry is None:
                 break
             entries.append(entry)
             budget -= entry.num_tokens
-        entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]
         ended, self._ended = self._ended, []
+        self._stalled_at = -1 if entries or ended else self.pool.num_free
         return Step(entries, ended)
 
     def complete(self, step: Step, sampled: dict[str, int]) -> list[Sequence]:
@@ -215,6 +230,12 @@ class Scheduler:
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
         self._waiting.append(sequence)
+        self._stalled_at = -1
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        self._running.append(sequence)
+        self._stalled_at = -1
 
     def _admit(self, sequence: Sequence, budget: int) -> Entry | None:
         """Moves a waiting sequence into the batch; None if there is no room for its first chunk."""
@@ -223,39 +244,41 @@ class Scheduler:
         count = min(len(sequence.token_ids) - start, budget)
         needed = self._blocks_for(start + count) - cached
         if self._free_besides(sequence, cached) < needed + len(self._running):
-            if not self._running and not self._others_hold_blocks():
+            if not self._running and not self._others_hold_blocks(sequence):
                 # Alone and still no room: it never fits.
                 self._end_too_long(sequence)
             return None
         self._waiting.remove(sequence)
         self._take(sequence, cached, needed)
         sequence.num_computed_tokens = start
-        sequence.state = State.RUNNING
-        self._running.append(sequence)
+        self._run(sequence)
         return Entry(sequence, start, count)
 
-    def _others_hold_blocks(self) -> bool:
-        return self.pool.num_free < self.pool.num_blocks
+    def _num_in_state(self, state: State) -> int:
+        return sum(sequence.state is state for sequence in self.sequences.values())
 
-    def _grow(self, sequence: Sequence, num_tokens: int, entries: list[Entry]) -> bool:
-        """Gives a running sequence blocks for `num_tokens`; preempts weaker claims. False if it is itself preempted."""
+    def _others_hold_blocks(self, sequence: Sequence) -> bool:
+        """Whether more blocks may come: of other sequences, or detached ones that a peer may still write."""
+        return self.pool.num_free + len(sequence.block_ids) < self.pool.num_blocks
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Gives a running sequence blocks for `num_tokens`; preempts weaker claims. False: it sits this step out."""
         needed = self._blocks_for(num_tokens) - len(sequence.block_ids)
         while needed > self.pool.num_free:
             weakest = max(self._running, key=lambda s: s.claim)
             if weakest is not sequence:
                 self._preempt(weakest)
-            elif len(self._running) == 1 and not self._reserved_or_held():
-                self._end_too_long(sequence)
-                return False
-            else:
+            elif len(self._running) > 1:
                 self._preempt(sequence)
+                return False
+            elif self._others_hold_blocks(sequence):
+                return False  # peers give blocks back; until then it keeps what it has
+            else:
+                self._end_too_long(sequence)
                 return False
         if needed > 0:
             sequence.block_ids += self.pool.allocate(needed)
         return True
-
-    def _reserved_or_held(self) -> bool:
-        return any(s.state in (State.RESERVED, State.HELD) for s in self.sequences.values())
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -330,6 +353,7 @@ class Scheduler:
         sequence.finish(reason, error)
         self.sequences.pop(sequence.request_id, None)
         self._ended.append(sequence)
+        self._stalled_at = -1
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_ids)

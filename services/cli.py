@@ -2,7 +2,7 @@
 
 import os
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ app = typer.Typer(
 )
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What a process of the cluster does."""
 
     gateway = "gateway"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import socket
 import sys
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,13 +129,13 @@ async def _run(
         await supervisor.start()
         address = f"http://{options.host}:{options.port}"
         ready = asyncio.ensure_future(_wait_ready(state, address, workers))
-        await asyncio.wait({ready, stopped, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+        await _first(ready, stopped, supervisor.failed)
         if supervisor.failed.done():
             raise StartFailed(supervisor.failed.result())
         if ready.done():
             ready.result()
             output.ready(address, environment["TANDEM_MODEL_NAME"], supervisor.pids)
-            await asyncio.wait({stopped, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+            await _first(stopped, supervisor.failed)
             if supervisor.failed.done():
                 raise StartFailed(supervisor.failed.result())
         ready.cancel()
@@ -147,15 +145,20 @@ async def _run(
         await state.close()
 
 
+async def _first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
 async def _wait_ready(state: ClusterState, address: str, workers: int) -> None:
     """Until all members are registered and the gateway says that it is healthy."""
     deadline = time.monotonic() + _START_SECONDS
 
     def healthy() -> bool:
-        with contextlib.suppress(urllib.error.URLError, OSError):
+        try:
             with urllib.request.urlopen(address + "/health", timeout=1) as response:
                 return bool(response.status == 200)
-        return False
+        except OSError:  # URLError is one
+            return False
 
     while time.monotonic() < deadline:
         if len(state.members("prefill", "decode", "aggregated")) >= workers and await asyncio.to_thread(healthy):

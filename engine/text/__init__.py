@@ -1,0 +1,1 @@
+"""Text: tokenizer, incremental detokenizer, stop strings and chat templates. Without torch."""

@@ -1,0 +1,1 @@
+"""From files to weights: safetensors, GGUF, or random ones from a seed."""

@@ -2,12 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 import torch
 
 from kv_transfer.references import BlockRef
+
+_Positive = Annotated[int, msgspec.Meta(gt=0, lt=1 << 48)]
 
 
 class ConnectorError(Exception):
@@ -23,24 +26,77 @@ class Capabilities:
     one_sided: bool  # the sender writes into the receiver's memory by itself
 
 
+@dataclass
+class ConnectorCounters:
+    """What one side of a connector has moved and what it has refused, for metrics."""
+
+    bytes: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # by kind: generation, range, checksum, malformed, ...
+
+    def refuse(self, kind: str) -> None:
+        """Counts one message or push that was not written."""
+        self.refused[kind] = self.refused.get(kind, 0) + 1
+
+
 class PoolDescription(msgspec.Struct, frozen=True):
     """The receiver's pool, as a sender must know it before it writes. Part of each connector's description."""
 
     incarnation: str
-    num_blocks: int
-    block_bytes: int
-    layer_bytes: int
+    num_blocks: _Positive
+    block_bytes: _Positive
+    layer_bytes: _Positive
     layout: str
+
+    def __post_init__(self) -> None:
+        if self.block_bytes % self.layer_bytes:
+            raise ValueError(f"a block of {self.block_bytes} bytes is not whole layers of {self.layer_bytes}")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in one block."""
+        return self.block_bytes // self.layer_bytes
+
+    def require_layout(self, layout: str) -> None:
+        """Raises ConnectorError unless the pool's blocks are laid out like those of a sender with `layout`."""
+        if self.layout != layout:
+            raise ConnectorError(f"the receiver's block layout is {self.layout}, ours {layout}: serve the same model")
+
+    def check_push(
+        self, layer: int, source: torch.Tensor, source_blocks: Sequence[int], blocks: Sequence[BlockRef]
+    ) -> None:
+        """Raises ConnectorError unless these rows of `source` exist and are as many and as long as their destination."""
+        num_blocks, num_layers = source.shape[:2]
+        if (
+            num_layers != self.num_layers
+            or source[0, 0].nbytes != self.layer_bytes
+            or not 0 <= layer < num_layers
+            or len(blocks) != len(source_blocks)
+            or not all(0 <= block < num_blocks for block in source_blocks)
+        ):
+            raise ConnectorError(
+                f"layer {layer} of blocks {list(source_blocks)} of {list(source.shape)} does not fit {len(blocks)} blocks "
+                f"of {self.num_layers} layers of {self.layer_bytes} bytes"
+            )
+
+
+class SenderIdentity(msgspec.Struct, frozen=True):
+    """The process that writes."""
+
+    incarnation: str
+    boot_id: str
+    pid: int
+    start_ticks: int  # /proc/PID/stat field 22: a reused pid has another
 
 
 class ReceiverConnector(ABC):
     """The side that owns the destination pool."""
 
     capabilities: Capabilities
+    counters: ConnectorCounters
 
     @abstractmethod
     def describe(self) -> bytes:
-        """msgpack that a sender's `connect` understands."""
+        """msgpack that a sender's constructor understands."""
 
     @abstractmethod
     def expect(self, transfer_id: str, blocks: Sequence[BlockRef]) -> None:
@@ -51,20 +107,29 @@ class ReceiverConnector(ABC):
         """Bytes received for the transfer; None where the receiver cannot count (one-sided)."""
 
     @abstractmethod
-    def fence(self, transfer_id: str, sender: "SenderIdentity") -> bool:
-        """Shuts the transfer out. True when no write can follow; False while the sender may still write."""
+    def failure(self, transfer_id: str) -> str | None:
+        """Why bytes of this expected transfer were refused, so that it cannot succeed any more; None if none were."""
+
+    @abstractmethod
+    def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
+        """Shuts the transfer out. True when no write can follow; False while one may still be under way: ask again.
+
+        `sender` is the peer, for connectors that can only shut out all of a peer.
+        """
 
     @abstractmethod
     def finish(self, transfer_id: str) -> None:
-        """The transfer is over in peace."""
+        """The writer has stopped. To be called before the blocks are handed to anybody else."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees sockets and memory."""
+        """Frees sockets and memory. Idempotent."""
 
 
 class SenderConnector(ABC):
     """The side that computes the KV; one per receiver."""
+
+    counters: ConnectorCounters
 
     @abstractmethod
     def push(
@@ -77,22 +142,24 @@ class SenderConnector(ABC):
     ) -> int:
         """Writes one layer of `source_blocks` into `blocks`; returns the bytes. Called on the engine thread: quick.
 
-        `source` is the sender's cache tensor [num_blocks, L, page, heads, 2 * dim]. Raises ConnectorError.
+        `source` is the sender's cache tensor [num_blocks, L, page, heads, 2 * dim]. The connector may read it until
+        `flush` or `stop` returns; a block that changes until then must be pushed again. Raises ConnectorError.
         """
 
     @abstractmethod
     def flush(self, transfer_id: str) -> None:
-        """Returns when all pushed bytes are on their way and the source blocks are not read any more. May block."""
+        """Returns when all pushed bytes are out and the source blocks are not read any more. Ends the pushes.
+
+        May block. Raises ConnectorError when the receiver takes nothing.
+        """
+
+    @abstractmethod
+    def stop(self, transfer_id: str) -> None:
+        """Drops what was pushed and is not out yet; returns when the source blocks are not read any more.
+
+        Ends the pushes. Never raises, never blocks for long.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Frees sockets and mappings."""
-
-
-class SenderIdentity(msgspec.Struct, frozen=True):
-    """Enough to know whether the sending process is still alive, seen from the same host."""
-
-    incarnation: str
-    boot_id: str
-    pid: int
-    start_ticks: int  # /proc/PID/stat field 22: a reused pid has another
+        """Frees sockets and mappings. Idempotent."""

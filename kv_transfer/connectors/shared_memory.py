@@ -1,14 +1,20 @@
 """Same host: the receiver's whole pool lies in /dev/shm, and the sender writes its pages in place. One copy, no socket.
 
-The file holds the pool, then one page that names it, then the generation of each block. The sender maps the file,
-checks that page against what it was told, and looks up generations before each write, so a stale reference is refused
-at the source. What it cannot do is take a mapping back: a sender that was told to stop is believed when it says so, or
-when its process is known to be dead.
+The file holds the pool, then one page that names it, then a table with the generation of each block that may be written.
+A mapping cannot be taken back, so shutting a writer out rests on two things. The sender checks the table before each
+write; the receiver strikes a block out of it when its transfer is over. And the sender holds a lock on a byte of the file
+that stands for the transfer, from the check to the end of the write. Once the receiver has struck the blocks out and
+finds that byte unlocked, no write is under way and none will follow. The kernel drops the locks of a process that dies;
+a writer that is frozen in the middle of a write keeps its lock, and its blocks stay set aside.
 """
 
+import fcntl
 import mmap
 import os
+import re
 import secrets
+import stat
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,22 +22,27 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from kv_transfer.connectors.base import (
     Capabilities,
+    ConnectorCounters,
     ConnectorError,
     PoolDescription,
     ReceiverConnector,
     SenderConnector,
     SenderIdentity,
 )
-from kv_transfer.process_identity import boot_id, is_dead, start_ticks
+from kv_transfer.process_identity import boot_id
 from kv_transfer.references import BlockRef
 
 CAPABILITIES = Capabilities("shared_memory", cross_host=False, one_sided=True)
 PREFIX = "tandem-kv-"
+_NAME = re.compile(PREFIX + "[0-9a-f]{32}")
 _DIRECTORY = Path("/dev/shm")
 _PAGE = mmap.PAGESIZE
+_CLOSED = 2**64 - 1  # in the table: no generation of this block may be written
+_OWNER_BYTE = 0  # locked by the segment's owner for as long as it lives
 
 
 class _Description(msgspec.Struct, frozen=True):
@@ -39,7 +50,6 @@ class _Description(msgspec.Struct, frozen=True):
     name: str
     token: bytes  # also stands in the segment: proves that both sides see the same memory
     boot_id: str
-    size: int
 
 
 class SharedSegment:
@@ -47,30 +57,35 @@ class SharedSegment:
 
     def __init__(self, pool_bytes: int, num_blocks: int) -> None:
         self.pool_bytes = pool_bytes
-        self.size = _table_offset(pool_bytes) + 8 * num_blocks
-        free = os.statvfs(_DIRECTORY)
-        if self.size > free.f_bavail * free.f_frsize:
+        size = _table_offset(pool_bytes) + 8 * num_blocks
+        try:
+            stats = os.statvfs(_DIRECTORY)
+        except OSError as error:
+            raise ConnectorError(f"there is no shared memory here, use the zmq connector: {error}") from error
+        free = stats.f_bavail * stats.f_frsize
+        if size > free:
             raise ConnectorError(
-                f"the KV pool needs {self.size >> 20} MiB of /dev/shm and {free.f_bavail * free.f_frsize >> 20} MiB "
-                "are free: enlarge it (docker: shm_size), lower --kv-memory, or use --connector zmq"
+                f"the KV pool needs {size >> 20} MiB of /dev/shm and {free >> 20} MiB are free: "
+                "enlarge it (docker: shm_size), give the KV cache less memory, or use the zmq connector"
             )
-        # The owner's pid and start time stand in the name, so that a later start can tell left-overs of the dead.
-        self.name = f"{PREFIX}{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(16)}"
-        self.token = secrets.token_bytes(32)
-        descriptor = os.open(_DIRECTORY / self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            self.name, self.descriptor = _create()
+        except OSError as error:
+            raise ConnectorError(f"no file can be made in /dev/shm, use the zmq connector: {error}") from error
         try:
             # Takes the pages now: a full /dev/shm is an error here and not a SIGBUS later.
-            os.posix_fallocate(descriptor, 0, self.size)
-            self._mapping = mmap.mmap(descriptor, self.size)
+            os.posix_fallocate(self.descriptor, 0, size)
+            self._mapping = mmap.mmap(self.descriptor, size)
         except OSError as error:
-            os.unlink(_DIRECTORY / self.name)
-            raise ConnectorError(f"/dev/shm has no {self.size >> 20} MiB for the KV pool: {error}") from error
-        finally:
-            os.close(descriptor)
-        self._mapping[_header_offset(pool_bytes) : _header_offset(pool_bytes) + len(self.token)] = self.token
+            self.unlink()
+            raise ConnectorError(f"/dev/shm has no {size >> 20} MiB for the KV pool: {error}") from error
+        self.token = secrets.token_bytes(32)
+        header = _header_offset(pool_bytes)
+        self._mapping[header : header + len(self.token)] = self.token
         self.generations: npt.NDArray[np.uint64] = np.frombuffer(
             self._mapping, dtype=np.uint64, count=num_blocks, offset=_table_offset(pool_bytes)
         )
+        self.generations[:] = _CLOSED
 
     @property
     def buffer(self) -> memoryview:
@@ -78,8 +93,11 @@ class SharedSegment:
         return memoryview(self._mapping)[: self.pool_bytes]
 
     def unlink(self) -> None:
-        """Removes the name; the memory goes with the last mapping."""
+        """Removes the name; the memory goes with the last mapping. Idempotent."""
         (_DIRECTORY / self.name).unlink(missing_ok=True)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 class SharedMemoryReceiver(ReceiverConnector):
@@ -88,16 +106,19 @@ class SharedMemoryReceiver(ReceiverConnector):
     capabilities = CAPABILITIES
 
     def __init__(self, segment: SharedSegment, pool: PoolDescription) -> None:
+        self.counters = ConnectorCounters()
         self._segment = segment
         self._pool = pool
+        self._expected: dict[str, Sequence[BlockRef]] = {}
 
     def describe(self) -> bytes:
         """Name, token and shape of the segment."""
         segment = self._segment
-        return msgspec.msgpack.encode(_Description(self._pool, segment.name, segment.token, boot_id(), segment.size))
+        return msgspec.msgpack.encode(_Description(self._pool, segment.name, segment.token, boot_id()))
 
     def expect(self, transfer_id: str, blocks: Sequence[BlockRef]) -> None:
         """Publishes the generations: senders refuse any other."""
+        self._expected[transfer_id] = blocks
         for ref in blocks:
             self._segment.generations[ref.block_id] = ref.generation
 
@@ -105,12 +126,26 @@ class SharedMemoryReceiver(ReceiverConnector):
         """Unknown: the sender writes by itself."""
         return None
 
+    def failure(self, transfer_id: str) -> str | None:
+        """Unknown: the sender checks, and says so over the control stream."""
+        return None
+
     def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
-        """Whether the sender's process is gone; nothing else stops it from writing."""
-        return is_dead(sender)
+        """Strikes the blocks out; whether no write of the transfer was under way."""
+        self.finish(transfer_id)
+        if self._segment.descriptor < 0:
+            return False
+        byte = _transfer_byte(transfer_id)
+        if not _try_lock(self._segment.descriptor, byte):
+            return False
+        _unlock(self._segment.descriptor, byte)
+        return True
 
     def finish(self, transfer_id: str) -> None:
-        """Nothing to do."""
+        """Strikes the blocks out of the table."""
+        for ref in self._expected.pop(transfer_id, ()):
+            if self._segment.generations[ref.block_id] == ref.generation:
+                self._segment.generations[ref.block_id] = _CLOSED
 
     def close(self) -> None:
         """Removes the segment."""
@@ -125,37 +160,21 @@ class SharedMemorySender(SenderConnector):
             offer = msgspec.msgpack.decode(description, type=_Description)
         except msgspec.MsgspecError as error:
             raise ConnectorError(f"malformed description of shared memory: {error}") from error
-        pool = offer.pool
-        if pool.layout != layout:
-            raise ConnectorError(f"the receiver's block layout is {pool.layout}, ours {layout}")
-        pool_bytes = pool.num_blocks * pool.block_bytes
-        expected = _table_offset(pool_bytes) + 8 * pool.num_blocks
-        if (
-            offer.boot_id != boot_id()
-            or not offer.name.startswith(PREFIX)
-            or "/" in offer.name
-            or offer.size != expected
-        ):
+        self.counters = ConnectorCounters()
+        self._pool = pool = offer.pool
+        pool.require_layout(layout)
+        if offer.boot_id != boot_id() or not _NAME.fullmatch(offer.name) or len(offer.token) != 32:
             raise ConnectorError("the receiver's memory is not on this host")
         try:
             descriptor = os.open(_DIRECTORY / offer.name, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
             raise ConnectorError(f"the receiver's shared memory cannot be opened: {error.strerror}") from error
         try:
-            if os.fstat(descriptor).st_size != expected:
-                raise ConnectorError("the receiver's shared memory has another size than it says")
-            self._mapping = mmap.mmap(descriptor, expected)
-        finally:
+            self._map(descriptor, offer.token)
+        except BaseException:
             os.close(descriptor)
-        header = _header_offset(pool_bytes)
-        if self._mapping[header : header + len(offer.token)] != offer.token:
-            raise ConnectorError("the receiver's shared memory is not the one it means")
-        self._pool = pool
-        self._generations: npt.NDArray[np.uint64] = np.frombuffer(
-            self._mapping, dtype=np.uint64, count=pool.num_blocks, offset=_table_offset(pool_bytes)
-        )
-        rows = torch.frombuffer(self._mapping, dtype=torch.uint8, count=pool_bytes)
-        self._rows = rows.view(pool.num_blocks, pool.block_bytes // pool.layer_bytes, pool.layer_bytes)
+            raise
+        self._descriptor = descriptor
 
     def push(
         self,
@@ -166,33 +185,110 @@ class SharedMemorySender(SenderConnector):
         blocks: Sequence[BlockRef],
     ) -> int:
         """Copies the rows in one go."""
+        pool = self._pool
+        if self._descriptor < 0:
+            raise ConnectorError("the connector is closed")
+        pool.check_push(layer, source, source_blocks, blocks)
         for ref in blocks:
-            if ref.incarnation != self._pool.incarnation or not 0 <= ref.block_id < self._pool.num_blocks:
+            if ref.incarnation != pool.incarnation or not 0 <= ref.block_id < pool.num_blocks:
+                self.counters.refuse("range" if ref.incarnation == pool.incarnation else "incarnation")
                 raise ConnectorError(f"block {ref.block_id} is not in the receiver's pool")
-            if self._generations[ref.block_id] != ref.generation:
-                raise ConnectorError(f"block {ref.block_id} of the receiver was handed out again")
-        rows = source[:, layer].flatten(1)  # a view: the layer of a block is contiguous
-        destination = self._rows.view(source.dtype)[:, layer]
-        destination[[ref.block_id for ref in blocks]] = rows[list(source_blocks)]
-        return len(blocks) * self._pool.layer_bytes
+        destination = [ref.block_id for ref in blocks]
+        byte = _transfer_byte(transfer_id)
+        if not _try_lock(self._descriptor, byte):
+            self.counters.refuse("fenced")
+            raise ConnectorError("the receiver is shutting this transfer out")
+        try:
+            if self._generations[destination].tolist() != [ref.generation for ref in blocks]:
+                self.counters.refuse("generation")
+                raise ConnectorError("the receiver does not expect these blocks any more")
+            # Views, as the layer of a block is contiguous.
+            self._rows.view(source.dtype)[:, layer][destination] = source[:, layer].flatten(1)[list(source_blocks)]
+        finally:
+            _unlock(self._descriptor, byte)
+        num_bytes = len(blocks) * pool.layer_bytes
+        self.counters.bytes += num_bytes
+        return num_bytes
 
     def flush(self, transfer_id: str) -> None:
         """Nothing is queued."""
 
+    def stop(self, transfer_id: str) -> None:
+        """Nothing is queued."""
+
     def close(self) -> None:
-        """Drops the mapping with its last view."""
-        del self._rows, self._generations
+        """Drops the mapping."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            del self._rows, self._generations, self._mapping  # unmapped with the last view
+
+    def _map(self, descriptor: int, token: bytes) -> None:
+        pool = self._pool
+        pool_bytes = pool.num_blocks * pool.block_bytes
+        size = _table_offset(pool_bytes) + 8 * pool.num_blocks
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise ConnectorError("the receiver's shared memory has another size than it says")
+        self._mapping = mmap.mmap(descriptor, size)
+        header = _header_offset(pool_bytes)
+        if self._mapping[header : header + len(token)] != token:
+            raise ConnectorError("the receiver's shared memory is not the one it means")
+        self._generations: npt.NDArray[np.uint64] = np.frombuffer(
+            self._mapping, dtype=np.uint64, count=pool.num_blocks, offset=_table_offset(pool_bytes)
+        )
+        rows = torch.frombuffer(self._mapping, dtype=torch.uint8, count=pool_bytes)
+        self._rows = rows.view(pool.num_blocks, pool.num_layers, pool.layer_bytes)
 
 
 def reap_stale_segments() -> list[str]:
-    """Removes segments whose owner is dead; returns their names."""
+    """Removes segments whose owner is dead, whatever namespace it ran in; returns their names."""
     removed = []
     for path in _DIRECTORY.glob(PREFIX + "*"):
-        owner = path.name.removeprefix(PREFIX).split("-")
-        if len(owner) == 3 and owner[0].isdigit() and str(start_ticks(int(owner[0]))) != owner[1]:
-            path.unlink(missing_ok=True)
-            removed.append(path.name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone, or another user's
+        try:
+            if _try_lock(descriptor, _OWNER_BYTE):
+                path.unlink(missing_ok=True)
+                removed.append(path.name)
+        finally:
+            os.close(descriptor)
     return removed
+
+
+def _create() -> tuple[str, int]:
+    """(name, descriptor) of a new file whose owner byte this process has locked."""
+    while True:
+        name = PREFIX + secrets.token_hex(16)
+        descriptor = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # A reaper may come between the two calls: then the file is gone or about to go.
+        if _try_lock(descriptor, _OWNER_BYTE) and os.fstat(descriptor).st_nlink:
+            return name, descriptor
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, byte: int) -> bool:
+    """Locks one byte for this open file, or says that another open file holds it."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, byte))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _unlock(descriptor: int, byte: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, byte))
+
+
+def _flock(kind: int, byte: int) -> bytes:
+    """The kernel's `struct flock` for one byte counted from the start of the file; it need not exist."""
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _transfer_byte(transfer_id: str) -> int:
+    return 1 + (xxhash.xxh3_64_intdigest(transfer_id.encode()) >> 2)
 
 
 def _header_offset(pool_bytes: int) -> int:

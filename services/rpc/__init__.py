@@ -1,0 +1,1 @@
+"""Generated from `proto/`; `make proto` writes these files again."""

@@ -104,7 +104,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         if (hello.fingerprint, hello.layout) != (self._fingerprint, self._layout):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"model {hello.fingerprint} with blocks {hello.layout} does not fit ours: {self._fingerprint}, {self._layout}",
+                f"model {hello.fingerprint}, blocks {hello.layout}: ours are {self._fingerprint}, {self._layout}",
             )
         try:
             offers = [(offer.kind, offer.description) for offer in hello.offers]
