@@ -29,7 +29,7 @@ class Entry:
 
     @property
     def samples(self) -> bool:
-        """Whether the sequence's last token is computed, so that the next can be sampled. Changes when it is appended."""
+        """Whether the sequence's last token is computed, so that the next can be sampled. Changes once it is."""
         return self.end == len(self.sequence.token_ids)
 
 
