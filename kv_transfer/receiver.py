@@ -102,7 +102,8 @@ class ReceiverTransfer:
 
     def start(self, now: float) -> list[Action]:
         """Sends the order."""
-        self._renew(now)
+        self._lease_ends = now + self.order.lease_seconds
+        self._renew_at = now + self.order.lease_seconds / 3
         return [Send(self.order)]
 
     def on_message(self, message: ToReceiver, now: float) -> list[Action]:
@@ -112,6 +113,8 @@ class ReceiverTransfer:
         if self.state is ReceiverState.ABORTING:
             # Done also says that nothing is written any more; the abort stays in force.
             return self._writer_stopped() if isinstance(message, AbortAck | Failed | Done) else []
+        if self.state is ReceiverState.VERIFYING and not isinstance(message, FirstToken):
+            return []  # the writer is done; what counts now are the bytes
         match message:
             case Accepted() | Progress():
                 self._lease_ends = now + self.order.lease_seconds
@@ -119,9 +122,8 @@ class ReceiverTransfer:
                 self._lease_ends = now + self.order.lease_seconds
                 self.first_token = self.first_token or message
             case Done():
-                if self.state is ReceiverState.ORDERED:
-                    self.state = ReceiverState.VERIFYING
-                    return [Verify(message.checksums)]
+                self.state = ReceiverState.VERIFYING
+                return [Verify(message.checksums)]
             case Failed():
                 return self._close(Recompute(message.reason))
             case AbortAck():
@@ -146,7 +148,9 @@ class ReceiverTransfer:
         return self._give_up(reason, now, recompute=False)
 
     def on_peer_lost(self, now: float) -> list[Action]:
-        """The stream to the writer broke. It may be dead, or alive and still writing."""
+        """The stream to the writer broke. It may be dead, or alive and still writing; unless it is done."""
+        if self.state is ReceiverState.VERIFYING:
+            return []
         return self._give_up("the prefill worker is lost", now, recompute=True)
 
     def on_fenced(self) -> list[Action]:
@@ -156,10 +160,10 @@ class ReceiverTransfer:
     def on_tick(self, now: float) -> list[Action]:
         """Renews the writer's lease, repeats an unanswered abort, gives up when the lease or the deadline is over."""
         match self.state:
-            case ReceiverState.ORDERED:
+            case ReceiverState.ORDERED | ReceiverState.VERIFYING:
                 if now >= self._deadline:
                     return self._give_up("deadline exceeded", now, recompute=True)
-                if now >= self._lease_ends:
+                if self.state is ReceiverState.ORDERED and now >= self._lease_ends:
                     return self._give_up("the prefill worker makes no progress", now, recompute=True)
                 if now >= self._renew_at:
                     self._renew_at = now + self.order.lease_seconds / 3
@@ -168,10 +172,6 @@ class ReceiverTransfer:
                 self._resend_at = now + self.order.lease_seconds / 3
                 return [Send(Abort(self.transfer_id, "repeated"))]
         return []
-
-    def _renew(self, now: float) -> None:
-        self._lease_ends = now + self.order.lease_seconds
-        self._renew_at = now + self.order.lease_seconds / 3
 
     def _give_up(self, reason: str, now: float, *, recompute: bool) -> list[Action]:
         if self.state in (ReceiverState.ABORTING, ReceiverState.CLOSED):
@@ -191,3 +191,10 @@ class ReceiverTransfer:
     def _close(self, action: Action) -> list[Action]:
         self.state = ReceiverState.CLOSED
         return [action]
+
+
+def answer_unknown(message: ToReceiver) -> list[Send]:
+    """What to say to a writer whose transfer is not, or no longer, under way here: it need not go on or wait."""
+    if isinstance(message, Failed | AbortAck):
+        return []
+    return [Send(Abort(message.transfer_id, "not under way"))]

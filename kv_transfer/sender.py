@@ -59,13 +59,17 @@ class SenderState(Enum):
     CLOSED = "closed"
 
 
+MAX_LEASE_SECONDS = 60.0  # longer ones are not granted
+
+
 class SenderTransfer:
     """One transfer. Times are monotonic seconds."""
 
     def __init__(self, order: Order, now: float) -> None:
         self.order = order
         self.state = SenderState.COMPUTING
-        self._lease_ends = now + order.lease_seconds
+        self._lease_ends = now
+        self._extend(order.lease_seconds, now)
         self._done: Done | None = None
         self._first: FirstToken | None = None
         self._failed: Failed | None = None
@@ -86,7 +90,10 @@ class SenderTransfer:
             case Order() if self.state is not SenderState.CLOSED:
                 return [Reply(Accepted(self.transfer_id, self.order.lease_seconds))]  # a duplicate
             case Renew():
-                self._lease_ends = now + message.lease_seconds
+                self._extend(message.lease_seconds, now)
+                if self.state is SenderState.COMPUTING:
+                    # Long prompts and queues are no reason to give up: the order is still wanted and still here.
+                    return [Reply(Accepted(self.transfer_id, message.lease_seconds))]
             case Commit() if self.state is SenderState.PUSHED:
                 return self._close(Release())
             case Abort():
@@ -138,10 +145,14 @@ class SenderTransfer:
             return []
         if now >= self._lease_ends:
             return self._stop(None)
-        if self._done is not None and self._first is not None and now >= self._resend_at:
+        if self.state is SenderState.PUSHED and now >= self._resend_at:
             self._resend_at = now + self.order.lease_seconds / 3
-            return [Reply(self._first), Reply(self._done)]
+            return [Reply(message) for message in (self._first, self._done) if message is not None]
         return []
+
+    def _extend(self, lease_seconds: float, now: float) -> None:
+        if 0 < lease_seconds <= MAX_LEASE_SECONDS:
+            self._lease_ends = now + lease_seconds
 
     def _stop(self, failed: Failed | None) -> list[SenderAction]:
         if self.state in (SenderState.STOPPING, SenderState.CLOSED):

@@ -64,7 +64,7 @@ class PoolDescription(msgspec.Struct, frozen=True):
     def check_push(
         self, layer: int, source: torch.Tensor, source_blocks: Sequence[int], blocks: Sequence[BlockRef]
     ) -> None:
-        """Raises ConnectorError unless these rows of `source` exist and are as many and as long as their destination."""
+        """Raises ConnectorError unless these rows of `source` exist and fit their destination."""
         num_blocks, num_layers = source.shape[:2]
         if (
             num_layers != self.num_layers
@@ -74,8 +74,8 @@ class PoolDescription(msgspec.Struct, frozen=True):
             or not all(0 <= block < num_blocks for block in source_blocks)
         ):
             raise ConnectorError(
-                f"layer {layer} of blocks {list(source_blocks)} of {list(source.shape)} does not fit {len(blocks)} blocks "
-                f"of {self.num_layers} layers of {self.layer_bytes} bytes"
+                f"layer {layer} of blocks {list(source_blocks)} of a cache {list(source.shape)} does not fit "
+                f"{len(blocks)} blocks of {self.num_layers} layers of {self.layer_bytes} bytes"
             )
 
 

@@ -1,11 +1,11 @@
 """Same host: the receiver's whole pool lies in /dev/shm, and the sender writes its pages in place. One copy, no socket.
 
-The file holds the pool, then one page that names it, then a table with the generation of each block that may be written.
+The file holds the pool, then one page that names it, then a table: which generation of each block may be written.
 A mapping cannot be taken back, so shutting a writer out rests on two things. The sender checks the table before each
-write; the receiver strikes a block out of it when its transfer is over. And the sender holds a lock on a byte of the file
-that stands for the transfer, from the check to the end of the write. Once the receiver has struck the blocks out and
-finds that byte unlocked, no write is under way and none will follow. The kernel drops the locks of a process that dies;
-a writer that is frozen in the middle of a write keeps its lock, and its blocks stay set aside.
+write; the receiver strikes a block out of it when its transfer is over. And the sender holds a lock on a byte of the
+file that stands for the transfer, from the check to the end of the write. Once the receiver has struck the blocks out
+and finds that byte unlocked, no write is under way and none will follow. The kernel drops the locks of a process that
+dies; a writer that is frozen in the middle of a write keeps its lock, and its blocks stay set aside.
 """
 
 import fcntl
