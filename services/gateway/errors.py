@@ -61,7 +61,7 @@ def not_offered(param: str, what: str) -> ApiError:
     return ApiError(400, f"{what} is not offered by this server; leave `{param}` out", param=param, code="unsupported")
 
 
-def context_length_exceeded(param: str, num_tokens: str, limit: int) -> ApiError:
+def context_length_exceeded(param: str, num_tokens: int, limit: int) -> ApiError:
     """400: the prompt leaves no room for a token."""
     return ApiError(
         400,

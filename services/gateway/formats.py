@@ -12,25 +12,34 @@ from services.gateway.choice import Choice, Delta, Piece
 from services.gateway.openai_types import (
     ChatChoice,
     ChatChunkChoice,
+    ChatCompletion,
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    Completion,
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
     TokenEntry,
     TopLogprob,
+    Usage,
 )
 from services.gateway.validation import Options
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What all responses and chunks of one request begin with."""
+
+    request_id: str
+    created: int  # Unix time
+    model: str
 
 
 class Format(Protocol):
     """One API's view of choices."""
 
-    object: str
     chunk_object: str
-    id_prefix: str
 
     def opening(self, choice: Choice) -> list[msgspec.Struct]:
         """What a stream tells of a choice before its first delta."""
@@ -40,8 +49,8 @@ class Format(Protocol):
         """A delta in a stream."""
         ...
 
-    def whole(self, choice: Choice, delta: Delta) -> msgspec.Struct:
-        """A finished choice; `delta` is all of it."""
+    def body(self, head: Head, choices: list[tuple[Choice, Delta]], usage: Usage) -> msgspec.Struct:
+        """The whole response; each delta is all of its choice."""
         ...
 
 
@@ -49,7 +58,6 @@ class CompletionFormat:
     """The format of /v1/completions."""
 
     object = chunk_object = "text_completion"
-    id_prefix = "cmpl-"
 
     def __init__(self, tokenizer: Tokenizer, options: Options) -> None:
         self._tokenizer = tokenizer
@@ -66,11 +74,13 @@ class CompletionFormat:
             logprobs = self._logprobs(choice, delta.pieces, self._options.sampling.logprobs)
         return CompletionChoice(choice.index, delta.text, logprobs, delta.finish_reason)
 
-    def whole(self, choice: Choice, delta: Delta) -> CompletionChoice:
-        """A finished choice."""
-        whole = self.chunk(choice, delta)
-        whole.prompt_logprobs = _prompt_logprobs(self._tokenizer, self._options, choice)
-        return whole
+    def body(self, head: Head, choices: list[tuple[Choice, Delta]], usage: Usage) -> Completion:
+        """The whole response."""
+        finished = []
+        for choice, delta in choices:
+            finished.append(self.chunk(choice, delta))
+            finished[-1].prompt_logprobs = _prompt_logprobs(self._tokenizer, self._options, choice)
+        return Completion(head.request_id, self.object, head.created, head.model, finished, usage)
 
     def _logprobs(self, choice: Choice, pieces: list[Piece], count: int) -> CompletionLogprobs:
         logprobs = CompletionLogprobs([], [], [], [])
@@ -94,7 +104,6 @@ class ChatFormat:
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    id_prefix = "chatcmpl-"
 
     def __init__(self, tokenizer: Tokenizer, options: Options) -> None:
         self._tokenizer = tokenizer
@@ -111,11 +120,15 @@ class ChatFormat:
             choice.index, ChatDelta(None, content), self._logprobs(delta.pieces), delta.finish_reason
         )
 
-    def whole(self, choice: Choice, delta: Delta) -> ChatChoice:
-        """A finished choice."""
-        message = ChatMessage("assistant", delta.text)
-        prompt = _prompt_logprobs(self._tokenizer, self._options, choice)
-        return ChatChoice(choice.index, message, self._logprobs(delta.pieces), delta.finish_reason, prompt)
+    def body(self, head: Head, choices: list[tuple[Choice, Delta]], usage: Usage) -> ChatCompletion:
+        """The whole response."""
+        finished = []
+        for choice, delta in choices:
+            message = ChatMessage("assistant", delta.text)
+            prompt = _prompt_logprobs(self._tokenizer, self._options, choice)
+            logprobs = self._logprobs(delta.pieces)
+            finished.append(ChatChoice(choice.index, message, logprobs, delta.finish_reason, prompt))
+        return ChatCompletion(head.request_id, self.object, head.created, head.model, finished, usage)
 
     def _logprobs(self, pieces: list[Piece]) -> ChatLogprobs | None:
         count = self._options.sampling.logprobs

@@ -144,7 +144,7 @@ class Sequence:
         self._lost = False
         self._changed.clear()
         if self.output_token_ids and len(self.output_token_ids) >= self.spec.sampling.max_tokens:
-            self.finish_reason = "length"  # only the word that it has ended was lost
+            self._end_at_max_tokens()
             return
         self._placed = True  # even if the answer does not come, the router may hold a reservation
         placement = await self._placements.place(self._place_request(), self.spec.deadline)
@@ -163,6 +163,19 @@ class Sequence:
             self.attempt += 1
             if self.attempt >= _MAX_ATTEMPTS:
                 raise unavailable("The request was moved too often")
+
+    def _end_at_max_tokens(self) -> None:
+        """All tokens are there; only the word that it has ended was lost."""
+        self.finish_reason = "length"
+        self._fresh.append(
+            TokenOutput(
+                request_id=self.spec.request_id,
+                attempt=self.attempt,
+                index=len(self.output_token_ids),
+                token_ids=[],
+                finish_reason="length",
+            )
+        )
 
     def _leave(self, reason: str) -> None:
         """Ends the present attempt at its worker and at the router."""

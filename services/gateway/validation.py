@@ -44,7 +44,6 @@ T = TypeVar("T", CompletionRequest, ChatRequest)
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What a valid request asks for, apart from its prompts. `sampling.seed` is the first choice's."""
 
-    model: str
     sampling: SamplingParams
     max_tokens: int | None  # None: as many as fit
     n: int = 1
@@ -256,7 +255,6 @@ def _options(
     )
     stream_options = request.stream_options
     return Options(
-        model=request.model,
         sampling=sampling,
         max_tokens=max_tokens,
         n=n,

@@ -1,0 +1,66 @@
+"""The metrics of the whole cluster in one text: each member's, labelled with its name and role."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+import structlog
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from services.cluster_state import ClusterState
+from services.gateway.placement import Placements
+from services.rpc import cluster_pb2, cluster_pb2_grpc
+
+log = structlog.get_logger()
+
+_MEMBER_SECONDS = 1.0
+
+
+class _Collected(Collector):
+    """Families of several processes, merged by name."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Metric] = {}
+
+    def add(self, text: str, labels: dict[str, str]) -> None:
+        """Adds what one process exports. Raises ValueError if it is malformed."""
+        for family in text_string_to_metric_families(text):
+            merged = self._families.get(family.name)
+            if merged is None:
+                merged = self._families[family.name] = Metric(family.name, family.documentation, family.type)
+            for sample in family.samples:
+                merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+
+    def collect(self) -> list[Metric]:
+        """All families."""
+        return list(self._families.values())
+
+
+async def cluster_metrics(state: ClusterState, placements: Placements) -> bytes:
+    """Prometheus text of all members that answer within a second."""
+    members = sorted(state.members(), key=lambda member: (member.role, member.name, member.incarnation))
+    texts = await asyncio.gather(*(_fetch(placements, member) for member in members))
+    collected = _Collected()
+    for member, text in zip(members, texts, strict=True):
+        up = "" if text is None else text
+        labels = {"worker": member.name, "role": member.role}
+        try:
+            collected.add(f"# TYPE tandem_member_up gauge\ntandem_member_up {int(text is not None)}\n{up}", labels)
+        except ValueError as error:
+            log.warning("a member's metrics are malformed", member=member.name, error=str(error))
+    registry = CollectorRegistry()
+    registry.register(collected)
+    return generate_latest(registry)
+
+
+async def _fetch(placements: Placements, member: cluster_pb2.Member) -> str | None:
+    stub = cluster_pb2_grpc.NodeStub(placements.channel(member.grpc_address))
+    try:
+        reply = await stub.Metrics(cluster_pb2.MetricsRequest(), timeout=_MEMBER_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        log.debug("a member does not tell its metrics", member=member.name, code=error.code().name)
+        return None
+    return bytes(reply.text).decode(errors="replace")

@@ -1,0 +1,156 @@
+"""All choices of one request under way: their sequences run at once, their deltas come together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from functools import partial
+
+import msgspec
+
+from engine.hashing import root_hash
+from engine.text.tokenizer import Tokenizer
+from services.gateway.choice import Choice, Delta
+from services.gateway.formats import Format, Head
+from services.gateway.openai_types import PromptTokensDetails, Usage
+from services.gateway.placement import Placements
+from services.gateway.sequences import Sequence, SequenceSpec
+from services.gateway.token_socket import TokenSocket
+from services.gateway.validation import Options
+from services.rpc import cluster_pb2
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A valid request, tokenised. Prompt i's choice k has index i * n + k."""
+
+    head: Head
+    options: Options
+    format: Format
+    prompts: list[list[int]]
+    eos_token_ids: tuple[int, ...]
+    card: cluster_pb2.ModelCard
+    room: int  # tokens that prompt and output may have together
+    tenant: str
+    cache_salt: str
+    deadline: float  # time.monotonic()
+
+
+class Running:
+    """What sequences need of the process: placements, the token socket, and all of them by what they run on."""
+
+    def __init__(self, placements: Placements, tokens: TokenSocket, incarnation: str) -> None:
+        self.placements = placements
+        self.tokens = tokens
+        self.incarnation = incarnation
+        self.sequences: set[Sequence] = set()
+        placements.on_lost(self._worker_lost)
+
+    def _worker_lost(self, incarnation: str) -> None:
+        for sequence in list(self.sequences):
+            if sequence.worker is not None and sequence.worker.incarnation == incarnation:
+                sequence.lose("the worker is gone", exclude=True)
+
+
+class Generation:
+    """Runs a plan."""
+
+    def __init__(self, plan: Plan, running: Running, tokenizer: Tokenizer) -> None:
+        self.plan = plan
+        self._running = running
+        self._dirty: dict[int, None] = {}  # indices with news, in order
+        self._wake = asyncio.Event()
+        self.choices: list[Choice] = []
+        self._sequences: list[Sequence] = []
+        options = plan.options
+        root = root_hash(
+            fingerprint=plan.card.fingerprint,
+            layout=plan.card.layout,
+            block_size=plan.card.block_size,
+            salt=plan.cache_salt,
+        )
+        for index in range(len(plan.prompts) * options.n):
+            prompt = plan.prompts[index // options.n]
+            self.choices.append(Choice(index, tokenizer, options, prompt if options.echo else None))
+            spec = self._spec(index, prompt, root)
+            self._sequences.append(Sequence(spec, running.placements, running.tokens, partial(self._mark, index)))
+
+    async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]]]:
+        """Deltas of all choices, those that are there at the same time together. Raises ApiError.
+
+        When it ends or is closed, whatever still runs is stopped at its worker.
+        """
+        tasks = [asyncio.create_task(sequence.run()) for sequence in self._sequences]
+        self._running.sequences.update(self._sequences)
+        unfinished = len(self.choices)
+        try:
+            while unfinished:
+                await self._wake.wait()
+                self._wake.clear()
+                dirty, self._dirty = self._dirty, {}
+                batch = []
+                for index in dirty:
+                    choice, sequence = self.choices[index], self._sequences[index]
+                    if choice.finish_reason is not None:
+                        continue
+                    if sequence.failure is not None:
+                        raise sequence.failure
+                    if not (outputs := sequence.take()):
+                        continue
+                    batch.append((choice, choice.push(outputs)))
+                    if choice.finish_reason is not None:
+                        unfinished -= 1
+                        if not sequence.ended:
+                            tasks[index].cancel()  # a stop string: the worker need not go on
+                if batch:
+                    yield batch
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._running.sequences.difference_update(self._sequences)
+
+    @property
+    def moves(self) -> int:
+        """How often a sequence was placed again."""
+        return sum(sequence.attempt for sequence in self._sequences)
+
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, whatever `n`."""
+        n = self.plan.options.n
+        prompt = sum(map(len, self.plan.prompts))
+        completion = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(sequence.cached_tokens for sequence in self._sequences[::n])
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    # Inside
+
+    def _mark(self, index: int) -> None:
+        self._dirty[index] = None
+        self._wake.set()
+
+    def _spec(self, index: int, prompt: list[int], root: bytes) -> SequenceSpec:
+        plan = self.plan
+        options = plan.options
+        fits = plan.room - len(prompt)
+        max_tokens = fits if options.max_tokens is None else min(options.max_tokens, fits)
+        sampling = msgspec.structs.replace(
+            options.sampling,
+            max_tokens=max_tokens,
+            min_tokens=min(options.sampling.min_tokens, max_tokens),
+            seed=(options.sampling.seed + index % options.n) % 2**64,
+            eos_token_ids=plan.eos_token_ids,
+        )
+        return SequenceSpec(
+            request_id=f"{plan.head.request_id}-{index}",
+            model=plan.card.name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            hash_root=root,
+            block_size=plan.card.block_size,
+            cache_salt=plan.cache_salt,
+            tenant=plan.tenant,
+            priority=options.priority,
+            deadline=plan.deadline,
+            reply_to=self._running.tokens.address,
+            gateway_incarnation=self._running.incarnation,
+        )
