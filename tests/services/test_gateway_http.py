@@ -1,0 +1,416 @@
+"""The gateway as its clients see it: a real cluster of processes around a very small model with random weights."""
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine.weights.resolve import resolve
+from services.embedded_state import EmbeddedState
+
+MODEL = "tiny"
+CONTEXT = 1024
+KEYS = "first-key,second-key"
+
+
+@dataclass
+class Processes:
+    """Router, gateway and one aggregated worker."""
+
+    url: str
+    running: dict[str, subprocess.Popen[bytes]]
+    environment: dict[str, str]
+    folder: Path
+
+    def start(self, role: str, **settings: str) -> subprocess.Popen[bytes]:
+        environment = self.environment | {f"TANDEM_{name.upper()}": value for name, value in settings.items()}
+        environment["TANDEM_NAME"] = role
+        log = (self.folder / f"{role}.log").open("ab")
+        command = [sys.executable, "-m", "services.cli", "serve", role]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        self.running[role] = process
+        return process
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tiny_model(folder: Path) -> Path:
+    """The default model's tokenizer and template with a config of two narrow layers."""
+    source = resolve("SmolLM2-135M-Instruct")
+    folder.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.suffix in (".json", ".jinja") and "safetensors" not in path.name:
+            shutil.copy(path, folder / path.name)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    folder = tmp_path_factory.mktemp("gateway")
+    state = EmbeddedState()
+    port = free_port()
+    environment = dict(os.environ) | {
+        "TANDEM_STATE": state.url,
+        "TANDEM_MODEL": str(tiny_model(folder / "model")),
+        "TANDEM_MODEL_NAME": MODEL,
+        "TANDEM_PORT": str(port),
+        "TANDEM_API_KEYS": KEYS,
+        "TANDEM_DUMMY_SEED": "3",
+        "TANDEM_KV_BLOCKS": "512",
+        "TANDEM_MAX_MODEL_LEN": str(CONTEXT),
+        "TANDEM_CLUSTER_KEY": "a secret of the test cluster",
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = Processes(f"http://127.0.0.1:{port}", {}, environment, folder)
+    try:
+        for role in ("router", "aggregated", "gateway"):
+            processes.start(role)
+        wait_ready(processes)
+        yield processes
+    finally:
+        for process in processes.running.values():
+            process.send_signal(signal.SIGTERM)
+        for process in processes.running.values():
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        state.close()
+
+
+def wait_ready(processes: Processes, timeout: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(processes.url + "/health", timeout=2).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    pytest.fail("the cluster is not ready:\n" + processes.logs())
+
+
+@pytest.fixture(scope="module")
+def client(processes: Processes) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=processes.url, timeout=60, headers={"authorization": "Bearer first-key"}) as client:
+        yield client
+
+
+def complete(client: httpx.Client, **fields: object) -> httpx.Response:
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0} | fields
+    return client.post("/v1/completions", json=body)
+
+
+def chat(client: httpx.Client, **fields: object) -> httpx.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0} | fields
+    return client.post("/v1/chat/completions", json=body)
+
+
+def events(client: httpx.Client, path: str, **fields: object) -> list[dict[str, object]]:
+    """All events of a stream; it must end with [DONE]."""
+    lines = []
+    with client.stream("POST", path, json={"model": MODEL, "stream": True} | fields) as response:
+        assert response.status_code == 200, response.read()
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def metric(client: httpx.Client, name: str, **labels: str) -> float:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def test_completion(client: httpx.Client) -> None:
+    answer = complete(client, ignore_eos=True).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["choices"][0]["logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 8
+    assert answer["usage"]["total_tokens"] == 8 + answer["usage"]["prompt_tokens"]
+    assert answer == complete(client, ignore_eos=True).json() | {"id": answer["id"], "created": answer["created"]} | {
+        "usage": answer["usage"]
+    }
+
+
+def test_cached_tokens_are_told_and_tenants_do_not_share(client: httpx.Client) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 8
+
+    def cached(**options: object) -> int:
+        return int(complete(client, prompt=prompt, **options).json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached() == 0
+    assert cached() >= 64
+    assert cached(cache_salt="mine") == 0
+    other = httpx.Client(base_url=client.base_url, timeout=60, headers={"authorization": "Bearer second-key"})
+    assert complete(other, prompt=prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_stream_equals_whole(client: httpx.Client) -> None:
+    fields = {"prompt": "Hello there", "max_tokens": 20, "temperature": 0.8, "seed": 5, "n": 3, "logprobs": 2}
+    whole = complete(client, **fields).json()
+    chunks = events(client, "/v1/completions", stream_options={"include_usage": True}, **fields)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert {**chunks[-1]["usage"], "prompt_tokens_details": 0} == {**whole["usage"], "prompt_tokens_details": 0}
+    for index in range(3):
+        mine = [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == index]
+        expected = whole["choices"][index]
+        assert "".join(c["text"] for c in mine) == expected["text"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [expected["finish_reason"]]
+        for field in ("tokens", "text_offset", "token_logprobs"):
+            streamed = [value for c in mine for value in c["logprobs"][field]]
+            assert streamed == pytest.approx(expected["logprobs"][field], abs=1e-4)
+        assert "".join(expected["logprobs"]["tokens"]) == expected["text"]
+    # Choices differ, and each is what its own seed gives.
+    assert len({choice["text"] for choice in whole["choices"]}) == 3
+    assert complete(client, **fields | {"seed": 6, "n": 1}).json()["choices"][0]["text"] == whole["choices"][1]["text"]
+
+
+def test_chat_stream(client: httpx.Client) -> None:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 2, "seed": 1}
+    whole = chat(client, temperature=1, **fields).json()
+    chunks = events(client, "/v1/chat/completions", **fields)
+    assert all("usage" not in chunk for chunk in chunks)
+    for index in range(2):
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        text = "".join(c["delta"].get("content") or "" for c in mine)
+        assert text == whole["choices"][index]["message"]["content"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [whole["choices"][index]["finish_reason"]]
+        assert mine[-1]["finish_reason"] is not None
+
+
+def test_stop_string_over_tokens_is_never_told(client: httpx.Client) -> None:
+    text = complete(client, max_tokens=24, ignore_eos=True).json()["choices"][0]["text"]
+    stop = text[5:14]  # random words: it spans tokens
+    at = text.index(stop)
+    whole = complete(client, max_tokens=24, ignore_eos=True, stop=stop, logprobs=0).json()
+    assert whole["choices"][0]["text"] == text[:at]
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert "".join(whole["choices"][0]["logprobs"]["tokens"]) == text[:at]
+    assert whole["usage"]["completion_tokens"] == len(whole["choices"][0]["logprobs"]["tokens"]) < 24
+    chunks = events(
+        client, "/v1/completions", prompt="Once upon a time", max_tokens=24, temperature=0, ignore_eos=True, stop=[stop]
+    )
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == text[:at]
+    included = complete(client, max_tokens=24, ignore_eos=True, stop=stop, include_stop_str_in_output=True).json()
+    assert included["choices"][0]["text"] == text[: at + len(stop)]
+
+
+def test_echo_scores_the_prompt(client: httpx.Client) -> None:
+    answer = complete(client, prompt="\n1. Carol has 20", echo=True, logprobs=1, max_tokens=0).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == "\n1. Carol has 20"
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset : offset + len(token)] == token
+    longer = complete(client, prompt=[1, 2, 3], echo=True, skip_special_tokens=False, max_tokens=4).json()
+    assert longer["choices"][0]["text"].startswith("<|im_start|><|im_end|>")
+
+
+def test_prompt_logprobs(client: httpx.Client) -> None:
+    scores = chat(client, prompt_logprobs=2).json()["choices"][0]["prompt_logprobs"]
+    assert scores[0] is None
+    assert all(len(entry) in (2, 3) and all(e["logprob"] <= 0 for e in entry.values()) for entry in scores[1:])
+
+
+def test_batch_order(client: httpx.Client) -> None:
+    prompts = ["a much longer prompt than the others, which takes its time", "b", "c"]
+    answer = complete(client, prompt=prompts, n=2, temperature=1, seed=9).json()
+    assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+    alone = complete(client, prompt="c", n=2, temperature=1, seed=9).json()["choices"]
+    assert [choice["text"] for choice in alone] == [choice["text"] for choice in answer["choices"][4:]]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'"x"', b"[" * 100_000, b'{"z":' + b"[" * 100_000, b"\xff\xfe", b""])
+def test_malformed_bodies(client: httpx.Client, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = client.post(path, content=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_too_long(client: httpx.Client) -> None:
+    assert client.post("/v1/completions", content=b" " * (9 << 20)).status_code == 413
+    ids = [5] * (CONTEXT - 1)
+    fits = complete(client, prompt=ids, max_tokens=50).json()
+    assert fits["usage"]["completion_tokens"] == 1
+    for length in (CONTEXT, CONTEXT + 1):
+        answer = complete(client, prompt=[5] * length)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert complete(client, prompt="word " * 100_000).status_code == 400
+
+
+def test_errors_in_openai_shape(client: httpx.Client) -> None:
+    for answer, status in (
+        (complete(client, model="nope"), 404),
+        (client.get("/v1/nothing"), 404),
+        (client.get("/v1/completions"), 405),
+        (client.get("/v1/models/nope"), 404),
+    ):
+        assert answer.status_code == status
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert complete(client, temperature=-1).json()["error"]["param"] == "temperature"
+
+
+def test_keys(processes: Processes) -> None:
+    with httpx.Client(base_url=processes.url, timeout=10) as client:
+        paths = client.get("/openapi.json", headers={"authorization": "Bearer second-key"}).json()["paths"]
+        assert "/v1/chat/completions" in paths
+        for path in [*paths, "/docs", "/openapi.json"]:
+            expected = 200 if path in ("/live", "/health") else 401
+            assert client.get(path).status_code == expected, path
+        wrong = client.post("/v1/completions", headers={"authorization": "Bearer wrong"}, json={})
+        assert wrong.status_code == 401
+        assert wrong.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_request_id_is_echoed(client: httpx.Client) -> None:
+    assert client.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert len(client.get("/version").headers["x-request-id"]) == 32
+    assert complete(client, max_tokens=1).json()["id"] != complete(client, max_tokens=1).json()["id"]
+
+
+def test_openapi_describes_the_bodies(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    schema = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    name = schema["$ref"].rpartition("/")[2]
+    properties = document["components"]["schemas"][name]["properties"]
+    assert {"messages", "temperature", "max_completion_tokens"} <= set(properties)
+
+
+def test_client_that_leaves_stops_the_work(client: httpx.Client, processes: Processes) -> None:
+    body = {"model": MODEL, "prompt": "x", "n": 8, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    before = metric(client, "tandem_requests_total", outcome="cancelled")
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    deadline = time.monotonic() + 5
+    while True:
+        running = metric(client, "tandem_requests_running")
+        active = metric(client, "tandem_kv_blocks", state="active")
+        if running == 0 and active == 0:
+            break
+        assert time.monotonic() < deadline, (running, active, processes.logs())
+        time.sleep(0.05)
+    assert metric(client, "tandem_requests_total", outcome="cancelled") == before + 1
+
+
+def test_books_balance(client: httpx.Client) -> None:
+    names = ("ok", "client_error", "server_error", "cancelled")
+
+    def counts() -> list[float]:
+        return [metric(client, "tandem_requests_total", outcome=name) for name in names]
+
+    before, ttft = counts(), metric(client, "tandem_ttft_seconds_count")
+    complete(client, n=4)
+    complete(client, n=-1)
+    complete(client, max_tokens=0)
+    assert [after - b for after, b in zip(counts(), before, strict=True)] == [2, 1, 0, 0]
+    assert metric(client, "tandem_ttft_seconds_count") == ttft + 1
+    assert sum(counts()) == metric(client, "tandem_requests_received_total")
+    assert metric(client, "tandem_member_up") == 3
+
+
+def test_many_at_once_are_the_same_as_alone(client: httpx.Client) -> None:
+    def ask(number: int) -> str:
+        return str(complete(client, prompt=f"Number {number}", temperature=1, seed=number).json()["choices"][0]["text"])
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, range(16)))
+    assert together == [ask(number) for number in range(16)]
+
+
+def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, processes: Processes) -> None:
+    fields = {"max_tokens": 800, "temperature": 1, "ignore_eos": True}
+    expected = [
+        complete(client, prompt=f"Story {number}", seed=number, **fields).json()["choices"][0]["text"]
+        for number in range(4)
+    ]
+    victim = processes.running["aggregated"]
+    processes.start("aggregated")
+    wait_members(client, 2)
+    moved = metric(client, "tandem_requests_moved_total")
+    started = [threading.Event() for _ in range(4)]
+
+    def tell(number: int) -> str:
+        body = {"model": MODEL, "stream": True, "prompt": f"Story {number}", "seed": number} | fields
+        text = ""
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    assert "error" not in event, (event, processes.logs())
+                    text += event["choices"][0]["text"]
+                    started[number].set()
+        assert line == "data: [DONE]" or line == ""
+        return text
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        told = [pool.submit(tell, number) for number in range(4)]
+        for event in started:
+            assert event.wait(30)
+        victim.kill()
+        killed = time.monotonic()
+        texts = [future.result() for future in told]
+    assert texts == expected
+    assert metric(client, "tandem_requests_moved_total") > moved, time.monotonic() - killed
+
+
+def wait_members(client: httpx.Client, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while metric(client, "tandem_member_up", role="aggregated") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_no_worker_is_503_and_soon(client: httpx.Client, processes: Processes) -> None:
+    worker = processes.running.pop("aggregated")
+    worker.kill()
+    worker.wait()
+    started = time.monotonic()
+    answer = complete(client)
+    assert answer.status_code == 503, answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["error"]["code"] == "unavailable"
+    assert time.monotonic() - started < 10
+    assert complete(client, model="nope").status_code == 404
+    processes.start("aggregated")
+    wait_ready(processes)
+    assert complete(client).status_code == 200
