@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from engine.config import ModelConfig
-from engine.layers.linear import Linear
+from engine.layers.linear import GatedLinear, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, rotate
 
@@ -28,8 +27,8 @@ class Attention(nn.Module):
         self.layer = layer
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
-        self.qkv = Linear(config.hidden_size, sum(self.heads) * config.head_dim, qkv_bias)
-        self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, output_bias)
+        self.qkv = Linear(config.hidden_size, *(heads * config.head_dim for heads in self.heads), bias=qkv_bias)
+        self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
 
@@ -45,30 +44,42 @@ class Attention(nn.Module):
         return y
 
 
-class GatedMLP(nn.Module):
+class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        inner = config.intermediate_size
+        self.gate_up = GatedLinear(config.hidden_size, inner, inner, bias=config.mlp_bias)
+        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[N, hidden] to the same."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        y: torch.Tensor = self.down(functional.silu(gate).mul_(up))
+        y: torch.Tensor = self.down(self.gate_up(x))
         return y
 
 
 class DecoderLayer(nn.Module):
     """Attention, then MLP, each on normed input and added to the stream."""
 
+    # Our module to the modules of a checkpoint that it fuses, in order.
+    CHECKPOINT = {
+        "input_norm": ("input_layernorm",),
+        "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.q_norm": ("self_attn.q_norm",),
+        "attention.k_norm": ("self_attn.k_norm",),
+        "attention.output": ("self_attn.o_proj",),
+        "post_norm": ("post_attention_layernorm",),
+        "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.down": ("mlp.down_proj",),
+    }
+
     def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> None:
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = MLP(config)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionContext
@@ -78,43 +89,51 @@ class DecoderLayer(nn.Module):
         x += self.mlp(self.post_norm(x))
         return x
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name of each weight, from the layer on, to the rows of our parameters that hold it."""
+        modules = dict(self.named_modules())
+        return {
+            f"{source}.{kind}": part
+            for ours, sources in self.CHECKPOINT.items()
+            if (module := modules.get(ours)) is not None
+            for kind, parameter in module.named_parameters()
+            for source, part in zip(
+                sources, parameter.data.split(getattr(module, "parts", len(parameter))), strict=True
+            )
+        }
+
 
 class Decoder(nn.Module):
     """A whole model over a flat batch of tokens."""
 
     # What a family changes.
-    qkv_bias: bool | None = None  # None: as the configuration says
+    qkv_bias: bool | None = None  # None: as the configuration says, and then the output projection has one too
     qk_norm = False
-
-    # Checkpoint name of a projection to (our fused parameter, its slot).
-    FUSED = {
-        "self_attn.q_proj": ("attention.qkv", 0),
-        "self_attn.k_proj": ("attention.qkv", 1),
-        "self_attn.v_proj": ("attention.qkv", 2),
-        "mlp.gate_proj": ("mlp.gate_up", 0),
-        "mlp.up_proj": ("mlp.gate_up", 1),
-    }
-    RENAMED = {
-        "self_attn.o_proj": "attention.output",
-        "self_attn.q_norm": "attention.q_norm",
-        "self_attn.k_norm": "attention.k_norm",
-        "mlp.down_proj": "mlp.down",
-        "input_layernorm": "input_norm",
-        "post_attention_layernorm": "post_norm",
-    }
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
+        output_bias = config.attention_bias and self.qkv_bias is None
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, qkv_bias=qkv_bias, output_bias=config.attention_bias, qk_norm=self.qk_norm)
+            DecoderLayer(config, i, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=self.qk_norm)
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rotary: Rotary | None = None
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name of each weight to the part of our parameters that holds it, before `finish_loading`."""
+        weights = {"model.embed_tokens.weight": self.embedding.weight.data}
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            weights |= {f"model.layers.{number}.{name}": part for name, part in layer.weights().items()}
+        weights["model.norm.weight"] = self.norm.weight.data
+        if not self.config.tie_word_embeddings:
+            weights["lm_head.weight"] = self.lm_head.weight.data
+        return weights
 
     def finish_loading(self, device: str) -> None:
         """Ties, packs and precomputes once the weights are in."""

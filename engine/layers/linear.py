@@ -1,8 +1,8 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
-A request must get the same tokens alone and in any batch, so a row of a product must be the same bits whatever the other
-rows. torch's float32 product on CPU is not like that (its kernels change with the batch size); oneDNN's product with packed
-weights is, from two rows on, and it is up to three times faster at the sizes of decode.
+A request must get the same tokens alone and in any batch, so a row of a product must be the same bits whatever the
+other rows. torch's float32 product on CPU is not like that (its kernels change with the batch size); oneDNN's product
+with packed weights is, from two rows on, and it is up to three times faster at the sizes of decode.
 """
 
 import torch
@@ -13,37 +13,66 @@ _PACKING_BATCH = 32  # oneDNN chooses the packed format for about this many rows
 
 
 class Linear(nn.Module):
-    """y = x @ weight.T + bias, weight [out_features, in_features]. `pack` makes it ready after loading."""
+    """y = x @ weight.T + bias for one projection or several fused ones. `pack` makes it ready after loading.
+
+    weight [sum(parts), in_features]; `parts` are the output sizes of the fused projections, in order.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros(out_features), requires_grad=False) if bias else None
-        self._packed: torch.Tensor | None = None
+        self.parts = parts
+        self.weight = nn.Parameter(torch.empty(sum(parts), in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
+        self._packed: list[torch.Tensor] = []
 
-    def pack(self, keep: bool = False) -> None:
-        """Packs a float32 weight on CPU for oneDNN and frees the plain one unless `keep`."""
-        if (
-            self.weight.device.type == "cpu"
-            and self.weight.dtype == torch.float32
-            and torch.backends.mkldnn.is_available()
-        ):
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _PACKING_BATCH)
-            if not keep:
-                self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    def pack(self) -> None:
+        """Packs a float32 weight on CPU for oneDNN and frees the plain one."""
+        weight = self.weight.detach()
+        packable = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if packable and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # missing in builds without oneDNN
+            self._packed = [
+                torch.ops.mkldnn._reorder_linear_weight(rows, _PACKING_BATCH) for rows in self._split(weight)
+            ]
+            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def _split(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The pieces to pack: fused projections stay one product."""
+        return (weight,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, in_features] to [M, out_features]."""
-        if self._packed is None:
+        """[M, in_features] to [M, sum(parts)]."""
+        if not self._packed:
             return functional.linear(x, self.weight, self.bias)
-        if x.shape[0] == 1:
-            # One row takes a kernel of its own, with other last bits: computed as two.
-            return self._multiply(x.expand(2, -1).contiguous())[:1]
-        return self._multiply(x)
+        return _multiply(x, self._packed[0], self.bias)
 
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return product
+
+class GatedLinear(Linear):
+    """silu(x @ gate.T) * (x @ up.T); weight and bias hold gate, then up.
+
+    Packed, oneDNN applies the SiLU inside the product. torch's own has other last bits where a thread's share of the
+    elements does not fill a vector, so it would depend on the batch.
+    """
+
+    def _split(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return weight.chunk(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, in_features] to [M, parts[0]]."""
+        if not self._packed:
+            gate, up = functional.linear(x, self.weight, self.bias).chunk(2, dim=-1)
+            return functional.silu(gate).mul_(up)
+        gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
+        gate = _multiply(x, self._packed[0], gate_bias, "swish")
+        return gate.mul_(_multiply(x, self._packed[1], up_bias))
+
+
+def _multiply(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
+) -> torch.Tensor:
+    """oneDNN's product. One row takes a kernel of its own, with other last bits: it is computed as two."""
+    rows = x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, activation, [], "")
+    return product[: x.shape[0]]

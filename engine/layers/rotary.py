@@ -12,23 +12,27 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, device: str) -> None:
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-        angles = torch.outer(positions, _inverse_frequencies(config))  # [positions, head_dim / 2]
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=-1).to(device)
-        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=-1).to(device)
+        angles = torch.outer(positions, inverse_frequencies(config))  # [positions, head_dim / 2]
+        self._cos = angles.cos().to(device)
+        self._sin = angles.sin().to(device)
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [N, 1, head_dim] of positions int64 [N]."""
-        return self._cos[positions].unsqueeze(1).to(dtype), self._sin[positions].unsqueeze(1).to(dtype)
+        """(cos, sin) [N, 1, head_dim] of positions int64 [N], for `rotate`."""
+        cos, sin = self._cos[positions].to(dtype), self._sin[positions].to(dtype)
+        return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [N, heads, head_dim] rotated by its position; `sin` carries the sign of the first half."""
     half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    y = x * cos
+    y[..., :half].addcmul_(x[..., half:], sin[..., :half])
+    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return y
 
 
-def _inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+    """Radians per position, float32 [head_dim / 2], scaled as the configuration says."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
@@ -43,7 +47,4 @@ def _inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     waves = 2 * math.pi / frequencies
     smooth = ((context / waves - low) / (high - low)).clamp(0, 1)
-    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    return torch.where(
-        waves > context / low, frequencies / scaling.factor, torch.where(waves < context / high, frequencies, blended)
-    )
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
