@@ -131,7 +131,7 @@ class Choice:
         for number, piece in enumerate(self._pending, 1):
             if piece.end > self._told:
                 break
-            if piece.text:
+            if piece.text and piece.data == _whole_characters(piece.data):
                 count = number
         return [self._pending.popleft() for _ in range(count)]
 
@@ -143,8 +143,19 @@ class Choice:
                 piece.text = piece.text[: max(0, len(piece.text) - (piece.end - self._told))]
                 piece.data = piece.text.encode()
                 cut = not piece.text
-            elif cut and not piece.text:
-                piece.data = b""  # the beginning of a character that was cut off
-            else:
-                cut = False
+            elif cut:
+                piece.data = _whole_characters(piece.data)  # it may hold the beginning of what was cut off
+                cut = not piece.text
         return list(self._pending)
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """Without the beginning of an unfinished UTF-8 character at the end."""
+    for length in range(1, min(3, len(data)) + 1):
+        first = data[-length]
+        if first >= 0xC0:
+            needed = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return data[:-length] if needed > length else data
+        if first < 0x80:
+            break
+    return data

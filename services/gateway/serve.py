@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import stamina.instrumentation
 import structlog
 import uvicorn
 
@@ -45,6 +46,7 @@ async def serve(config: GatewayConfig) -> None:
     """Serves HTTP until SIGTERM. Raises ModelError, ConnectionError or OSError if it cannot start."""
     stop = stop_signal()
     listener = _listen(config.host, config.port)
+    stamina.instrumentation.set_on_retry_hooks([])  # what is left after the retries is logged where it ends
     text = TextModel(Path(config.model))
     key = cluster_key(config.cluster_key)
     incarnation = new_incarnation()

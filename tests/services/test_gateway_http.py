@@ -93,12 +93,15 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     finally:
         for process in processes.running.values():
             process.send_signal(signal.SIGTERM)
-        for process in processes.running.values():
+        stuck = []
+        for role, process in processes.running.items():
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
+                stuck.append(role)
         state.close()
+        assert not stuck, (stuck, processes.logs())
 
 
 def wait_ready(processes: Processes, timeout: float = 60.0) -> None:
@@ -358,11 +361,14 @@ def test_many_at_once_are_the_same_as_alone(client: httpx.Client) -> None:
 
 
 def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, processes: Processes) -> None:
-    fields = {"max_tokens": 800, "temperature": 1, "ignore_eos": True}
-    expected = [
-        complete(client, prompt=f"Story {number}", seed=number, **fields).json()["choices"][0]["text"]
-        for number in range(4)
-    ]
+    fields = {"max_tokens": 400, "temperature": 1, "ignore_eos": True}
+
+    def whole(number: int) -> str:
+        answer = complete(client, prompt=f"Story {number}", seed=number, **fields)
+        return str(answer.json()["choices"][0]["text"])
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        expected = list(pool.map(whole, range(4)))
     victim = processes.running["aggregated"]
     processes.start("aggregated")
     wait_members(client, 2)
@@ -379,7 +385,6 @@ def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, process
                     assert "error" not in event, (event, processes.logs())
                     text += event["choices"][0]["text"]
                     started[number].set()
-        assert line == "data: [DONE]" or line == ""
         return text
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -387,10 +392,9 @@ def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, process
         for event in started:
             assert event.wait(30)
         victim.kill()
-        killed = time.monotonic()
         texts = [future.result() for future in told]
     assert texts == expected
-    assert metric(client, "tandem_requests_moved_total") > moved, time.monotonic() - killed
+    assert metric(client, "tandem_requests_moved_total") > moved
 
 
 def wait_members(client: httpx.Client, count: int) -> None:
