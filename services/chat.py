@@ -93,7 +93,8 @@ def _answer(client: Client, settings: dict[str, Any], messages: list[dict[str, s
     body = settings | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}}
     sent = time.monotonic()
     first = last = None
-    text, usage = "", {}
+    text = ""
+    usage: dict[str, Any] = {}
     for chunk in client.stream(body):
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:

@@ -70,6 +70,7 @@ def up(
 
       tandem up --aggregated 1
     """
+    from services.logs import configure
     from services.process import run
     from services.up import StartFailed, UpOptions
     from services.up import up as start
@@ -89,6 +90,7 @@ def up(
         local_prefill_tokens=local_prefill_tokens,
         log_level=log_level,
     )
+    configure("warning", "console")  # the children speak for themselves
     options = UpOptions(model, prefill, decode, aggregated, host, port, state, json, config, settings)
     with _told(StartFailed):
         run(start(options))

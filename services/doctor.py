@@ -56,8 +56,6 @@ def examine(port: int, state: str, model: str, as_json: bool) -> int:
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        return Finding("Python", "fail", version, "install Python 3.11 or newer")
     return Finding("Python", "ok", version)
 
 

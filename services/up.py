@@ -57,18 +57,18 @@ class Output:
         self._console = Console(stderr=True, highlight=False)
         self._colours: dict[str, str] = {}
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Any) -> None:
         """Something happened."""
         if self._json:
-            print(json.dumps({"event": name, **fields}), flush=True)
-        elif name in ("exited", "restarted"):
+            print(json.dumps({"event": kind, **fields}), flush=True)
+        elif kind in ("exited", "restarted"):
             details = " ".join(f"{key}={value}" for key, value in fields.items() if key != "name")
-            self.line(str(fields["name"]), f"{name} {details}")
+            self.line(str(fields["name"]), f"{kind} {details}")
 
     def line(self, child: str, text: str) -> None:
         """A child printed a line."""
         colour = self._colours.setdefault(child, _COLOURS[len(self._colours) % len(_COLOURS)])
-        self._console.print(Text(f"{child:>12} ", style=colour) + Text("| ", style="dim") + Text(text))
+        self._console.print(Text(f"{child:>12} ", style=colour) + Text("| ", style="dim") + Text(text), soft_wrap=True)
 
     def ready(self, url: str, model: str, pids: dict[str, int]) -> None:
         """The cluster answers."""

@@ -1,1 +1,4 @@
-"""The prefill, decode or aggregated worker: an engine on its own thread, and around it admission, tokens, KV events and transfers."""
+"""The prefill, decode or aggregated worker.
+
+An engine on its own thread, and around it admission, tokens, KV events and the two sides of KV transfers.
+"""
