@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import httpx
-from conftest import Cluster, start_cluster, stop_cluster
+from cluster.harness import Cluster, start_cluster, stop_cluster
 
 QUESTION = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
