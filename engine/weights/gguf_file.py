@@ -1,119 +1,145 @@
-"""A walk over a GGUF header that trusts nothing: every count, length and offset is held against the file's size.
+"""Reads GGUF (versions 2 and 3, little-endian) and trusts nothing in it.
 
-It runs before any library allocates by these numbers (format: the GGUF specification of ggml, version 2 and 3).
+Every count, length and offset is held against the file's size before anything is allocated by it. The `gguf` library
+gives the sizes of the quantisation types; tensors are mapped, not read.
 """
 
 import mmap
 import struct
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
+
+import gguf
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from engine.config import ModelError
 
-_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_CODES = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-_SMALLEST_STRING = 8  # its length field
+
+
+class GGUFTensor(msgspec.Struct, frozen=True):
+    """Where a tensor lies."""
+
+    name: str
+    shape: tuple[int, ...]  # outermost dimension first
+    type: gguf.GGMLQuantizationType
+    offset: int  # bytes from the start of the file
+    size: int  # bytes
+
+
+class GGUFFile(msgspec.Struct, frozen=True):
+    """Keys and tensors of a file."""
+
+    path: Path
+    fields: dict[str, Any]  # strings, numbers, lists of strings, arrays of numbers
+    tensors: list[GGUFTensor]
+
+    def rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
+        """The raw bytes of a tensor, mapped, [rows, bytes per row]; a vector has one element per row."""
+        data = np.memmap(self.path, dtype=np.uint8, mode="r", offset=tensor.offset, shape=(tensor.size,))
+        return data.reshape(tensor.shape[0], -1)
 
 
 class _Cursor:
-    """Reads little-endian numbers and skips bytes, never beyond the end."""
+    """Reads values one after the other, never beyond the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
-        self._path = path
-        self._data = data
+        self.path = path
+        self.data = data
         self.offset = 0
 
-    def number(self, what: str, code: str = "<Q") -> int:
-        size = struct.calcsize(code)
-        self.skip(size, what)
-        return int(struct.unpack_from(code, self._data, self.offset - size)[0])
-
-    def skip(self, count: int, what: str) -> None:
-        if count > len(self._data) - self.offset:
-            raise ModelError(f"{self._path}: {what} reaches beyond the end of the file; it is cut off or damaged")
+    def bytes(self, count: int, what: str) -> bytes:
+        if count > len(self.data) - self.offset:
+            raise ModelError(f"{self.path}: {what} reaches beyond the end of the file; it is cut off or damaged")
         self.offset += count
+        return self.data[self.offset - count : self.offset]
 
-    def string(self, what: str) -> bytes:
-        length = self.number(what)
-        self.skip(length, what)
-        return self._data[self.offset - length : self.offset]
+    def scalar(self, code: str, what: str) -> Any:
+        return struct.unpack(code, self.bytes(struct.calcsize(code), what))[0]
+
+    def string(self, what: str) -> str:
+        try:
+            return self.bytes(self.scalar("<Q", what), what).decode()
+        except UnicodeDecodeError:
+            raise ModelError(f"{self.path}: {what} is not UTF-8") from None
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in _CODES:
+            return self.scalar(_CODES[kind], what)
+        if kind == _STRING:
+            return self.string(what)
+        if kind != _ARRAY:
+            raise ModelError(f"{self.path}: {what} has the unknown type {kind}")
+        item, count = self.scalar("<I", what), self.scalar("<Q", what)
+        if item in _CODES:
+            code = _CODES[item]
+            return np.frombuffer(self.bytes(struct.calcsize(code) * count, what), dtype=code)
+        if item != _STRING:
+            raise ModelError(f"{self.path}: {what} is an array of type {item}, not supported")
+        if count * 8 > len(self.data) - self.offset:  # each string takes 8 bytes at least
+            raise ModelError(f"{self.path}: {what} reaches beyond the end of the file; it is cut off or damaged")
+        return [self.string(what) for _ in range(count)]
 
 
-def check_header(path: Path, type_sizes: Callable[[int], tuple[int, int, str]]) -> None:
-    """Raises ModelError unless all of `path`'s header and tensors lie inside the file.
+def read_gguf(path: Path) -> GGUFFile:
+    """Keys and tensor places of `path`. Raises ModelError unless all of it lies inside the file."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read(_Cursor(path, data))
+    except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
-    `type_sizes(number)` gives (elements per quantisation block, bytes per block, name), KeyError for an unknown type.
-    """
-    with path.open("rb") as file:
-        if file.seek(0, 2) < 24:
-            raise ModelError(f"{path}: too short for a GGUF file")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _check(path, data, type_sizes)
 
-
-def _check(path: Path, data: mmap.mmap, type_sizes: Callable[[int], tuple[int, int, str]]) -> None:
-    cursor = _Cursor(path, data)
-    magic = cursor.number("magic", "<I")
-    version = cursor.number("version", "<I")
-    if magic != int.from_bytes(b"GGUF", "little") or version not in (2, 3):
+def _read(cursor: _Cursor) -> GGUFFile:
+    path = cursor.path
+    if cursor.bytes(4, "magic number") != b"GGUF" or cursor.scalar("<I", "version") not in (2, 3):
         raise ModelError(f"{path}: not a GGUF file of version 2 or 3")
-    num_tensors, num_keys = cursor.number("tensor count"), cursor.number("key count")
+    num_tensors, num_keys = cursor.scalar("<Q", "tensor count"), cursor.scalar("<Q", "key count")
     # The smallest tensor entry takes 24 bytes, the smallest key 13: more than fit cannot be meant.
-    if num_tensors * 24 + num_keys * 13 > len(data):
-        raise ModelError(f"{path}: {num_tensors} tensors and {num_keys} keys do not fit into the file")
-    alignment = 32
+    if num_tensors * 24 + num_keys * 13 > len(cursor.data):
+        raise ModelError(f"{path}: {num_tensors} tensors and {num_keys} keys do not fit into the file; it is damaged")
+    fields: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string("a key")
-        kind = cursor.number(f"the type of {key!r}", "<I")
-        if key == b"general.alignment" and kind == 4:
-            alignment = cursor.number("alignment", "<I")
-            if alignment < 1 or alignment > 1 << 20:
-                raise ModelError(f"{path}: alignment {alignment} makes no sense")
-            continue
-        if key == b"split.count" and kind in _SCALAR_BYTES and cursor.number("split.count", "<H") > 1:
-            raise ModelError(f"{path}: split GGUF files are not supported; join them with `gguf-split --merge`")
-        if key != b"split.count":
-            _skip_value(cursor, kind, key, path)
-    ends = []
-    for _ in range(num_tensors):
-        name = cursor.string("a tensor name").decode(errors="replace")
-        num_dims = cursor.number(f"dimensions of {name}", "<I")
-        if num_dims > 4:
-            raise ModelError(f"{path}: tensor {name} has {num_dims} dimensions")
-        elements = prod(cursor.number(f"shape of {name}") for _ in range(num_dims))
-        kind = cursor.number(f"type of {name}", "<I")
-        offset = cursor.number(f"offset of {name}")
-        try:
-            block, size, type_name = type_sizes(kind)
-        except KeyError:
-            raise ModelError(f"{path}: tensor {name} has the unknown type {kind}") from None
-        if elements % block:
-            raise ModelError(f"{path}: tensor {name} does not fill blocks of {type_name}")
-        ends.append((offset + elements // block * size, name))
+        fields[key] = cursor.value(cursor.scalar("<I", f"the type of {key}"), f"the value of {key}")
+    split = fields.get("split.count")
+    if isinstance(split, int) and split > 1:
+        raise ModelError(f"{path} is one of several split files: join them with `llama-gguf-split --merge`")
+    alignment = fields.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+        raise ModelError(f"{path}: alignment {alignment!r} makes no sense")
+    tensors = [_tensor(cursor) for _ in range(num_tensors)]
     start = -(-cursor.offset // alignment) * alignment
-    for end, name in ends:
-        if start + end > len(data):
-            raise ModelError(f"{path}: tensor {name} reaches beyond the end of the file; it is cut off or damaged")
+    tensors = [msgspec.structs.replace(tensor, offset=start + tensor.offset) for tensor in tensors]
+    for tensor in tensors:
+        if tensor.offset + tensor.size > len(cursor.data):
+            raise ModelError(
+                f"{path}: tensor {tensor.name} reaches beyond the end of the file; it is cut off or damaged"
+            )
+    if len({tensor.name for tensor in tensors}) < num_tensors:
+        raise ModelError(f"{path}: a tensor comes twice")
+    return GGUFFile(path, fields, tensors)
 
 
-def _skip_value(cursor: _Cursor, kind: int, key: bytes, path: Path) -> None:
-    what = f"the value of {key.decode(errors='replace')}"
-    if kind in _SCALAR_BYTES:
-        cursor.skip(_SCALAR_BYTES[kind], what)
-    elif kind == _STRING:
-        cursor.string(what)
-    elif kind == _ARRAY:
-        item, count = cursor.number(what, "<I"), cursor.number(what)
-        if item in _SCALAR_BYTES:
-            cursor.skip(_SCALAR_BYTES[item] * count, what)
-        elif item == _STRING:
-            before = cursor.offset
-            cursor.skip(_SMALLEST_STRING * count, what)  # refuses absurd counts at once
-            cursor.offset = before
-            for _ in range(count):
-                cursor.string(what)
-        else:
-            raise ModelError(f"{path}: {what} is an array of type {item}")
-    else:
-        raise ModelError(f"{path}: {what} has the unknown type {kind}")
+def _tensor(cursor: _Cursor) -> GGUFTensor:
+    """One entry of the tensor table; its offset counts from the end of the table."""
+    name = cursor.string("a tensor's name")
+    num_dims = cursor.scalar("<I", f"dimensions of {name}")
+    if not 1 <= num_dims <= 2:
+        raise ModelError(f"{cursor.path}: tensor {name} has {num_dims} dimensions; vectors and matrices are supported")
+    shape = tuple(reversed([cursor.scalar("<Q", f"shape of {name}") for _ in range(num_dims)]))
+    number, offset = cursor.scalar("<I", f"type of {name}"), cursor.scalar("<Q", f"offset of {name}")
+    try:
+        kind = gguf.GGMLQuantizationType(number)
+    except ValueError:
+        raise ModelError(f"{cursor.path}: tensor {name} has the unknown type {number}") from None
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    if 0 in shape or shape[-1] % block or (num_dims == 1 and block > 1):
+        raise ModelError(f"{cursor.path}: tensor {name} of shape {list(shape)} does not fill blocks of {kind.name}")
+    return GGUFTensor(name, shape, kind, offset, prod(shape) // block * block_bytes)

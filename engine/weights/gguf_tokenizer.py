@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from engine.config import ModelError
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 # How each family splits text before merging; the names are those of `tokenizer.ggml.pre`.
 _QWEN2 = (
@@ -41,41 +41,54 @@ _PRE_TOKENIZERS = {
 
 
 def write_tokenizer(source: Path, fields: dict[str, Any], folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError for unknown kinds."""
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError for unknown kinds.
+
+    `fields`: the keys of the GGUF file `source`.
+    """
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(f"{source}: tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2')")
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
         raise ModelError(f"{source}: pre-tokenizer {pre!r} is not known; these are: {', '.join(_PRE_TOKENIZERS)}")
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    types: list[int] = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
-    tokenizer = Tokenizer(
-        BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
-    )
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _CONTROL]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=True) if k == _USER_DEFINED]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = fields.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or len(set(tokens)) != len(tokens):
+        raise ModelError(f"{source}: the key tokenizer.ggml.tokens is missing, or names a token twice")
+    types = list(fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)))
+    if len(types) != len(tokens):
+        raise ModelError(f"{source}: {len(tokens)} tokens have {len(types)} types in tokenizer.ggml.token_type")
 
     def token(name: str) -> str | None:
         number = fields.get(f"tokenizer.ggml.{name}_token_id")
         return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
 
+    # Where the key is absent, Llama 3 begins with BOS and the others do not.
+    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")) and token("bos") is not None
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
+    try:
+        model = BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{source}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit: {error}") from error
+    tokenizer = Tokenizer(model)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    by_type = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in by_type if k == _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in by_type if k == _USER_DEFINED])
+    if add_bos:
+        bos = token("bos")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fields["tokenizer.ggml.bos_token_id"])]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "bos_token": token("bos"),
         "eos_token": token("eos"),
         "pad_token": token("padding"),
-        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": add_bos,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
     if template := fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")

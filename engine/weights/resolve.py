@@ -15,8 +15,8 @@ from engine.config import ModelError
 
 Progress = Callable[[float, str], None]
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-_CONVERSION = 1  # part of the cache key: grows when the converter writes something else
-_SAMPLE = 1 << 20
+_CONVERSION = 2  # part of the cache key: grows when the converter writes something else
+_HEAD, _PIECE, _PIECES = 1 << 20, 4096, 1024  # bytes, bytes, count
 
 
 def resolve(model: str = DEFAULT_MODEL, progress: Progress = lambda fraction, what: None) -> Path:
@@ -30,7 +30,7 @@ def resolve(model: str = DEFAULT_MODEL, progress: Progress = lambda fraction, wh
         return path.resolve()
     if path.suffix != ".gguf" or not path.is_file():
         raise ModelError(
-            f"no model {model!r}: name a Hugging Face folder, a .gguf file, or {DEFAULT_MODEL} (extra: tandem-serve[demo])"
+            f"no model {model!r}: name a Hugging Face folder, a .gguf file, or {DEFAULT_MODEL} (in tandem-serve[demo])"
         )
     return _converted(path, progress)
 
@@ -57,20 +57,37 @@ def _packaged_default() -> Path:
 
 
 def _converted(path: Path, progress: Progress) -> Path:
-    with path.open("rb") as file:
-        head = file.read(_SAMPLE)
-        file.seek(max(0, path.stat().st_size - _SAMPLE))
-        tail = file.read()
-    identity = b"%d\0%d\0" % (_CONVERSION, path.stat().st_size) + head + tail
-    folder = cache_folder() / "models" / f"{path.stem}-{hashlib.sha256(identity).hexdigest()[:16]}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two processes convert once
-        if not folder.exists():
-            from engine.weights.gguf_convert import convert  # needs gguf, which only a conversion does
+    folder = cache_folder() / "models" / f"{path.stem}-{_content_digest(path)[:16]}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(folder.name + ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two processes convert once
+            if not folder.exists():
+                from engine.weights.gguf_convert import convert  # needs gguf, which only a conversion does
 
-            convert(path, folder, progress)
+                convert(path, folder, progress)
+    except ImportError as error:
+        raise ModelError(f"{path}: GGUF files need the package gguf: pip install 'tandem-serve[demo]'") from error
+    except OSError as error:
+        raise ModelError(
+            f"{path} cannot be converted into {folder}: {error}; TANDEM_CACHE names another place"
+        ) from error
     return folder
+
+
+def _content_digest(path: Path) -> str:
+    """Tells files apart by size, head and pieces spread over the whole, whatever their names and dates."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(b"%d\0%d\0" % (_CONVERSION, size) + file.read(_HEAD))
+            for number in range(_PIECES):
+                file.seek(number * max(0, size - _PIECE) // (_PIECES - 1))
+                digest.update(file.read(_PIECE))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return digest.hexdigest()
 
 
 def main() -> None:
