@@ -1,4 +1,4 @@
-"""Real clusters for tests: `tandem up` as a user would run it, on free ports, stopped and checked for left-overs after."""
+"""Real clusters for tests: `tandem up` as a user would run it, on free ports, stopped and checked after."""
 
 import json
 import os

@@ -1,0 +1,129 @@
+"""Workers are killed under load: requests end token-exactly, and the cluster is whole again by itself."""
+
+import concurrent.futures
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two prefill and two decode workers with a tiny model that takes its time."""
+    folder = tmp_path_factory.mktemp("faults")
+    model = str(tiny_model(folder / "tiny"))
+    options = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB", "--local-prefill-tokens", "0")
+    running = start_cluster(folder, "--prefill", "2", "--decode", "2", *options, model=model)
+    yield running
+    stop_cluster(running)
+
+
+def body(cluster: Cluster, number: int, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": cluster.model,
+        "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(60 + number)],
+        "max_tokens": max_tokens,
+        "temperature": 0.9 if number % 2 else 0,
+        "seed": number,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+
+
+def ask(cluster: Cluster, number: int, max_tokens: int = 300) -> list[str]:
+    answer = httpx.post(cluster.url + "/v1/completions", json=body(cluster, number, max_tokens), timeout=120)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    return list(choice["logprobs"]["tokens"])
+
+
+def wait_whole(cluster: Cluster, workers: int) -> None:
+    """Until all workers are registered again."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if cluster.metric("tandem_router_workers") == workers:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"the cluster is not whole again; log:\n{cluster.log.read_text()[-4000:]}")
+
+
+def kill(cluster: Cluster, name: str) -> None:
+    """SIGKILL, proved."""
+    pid = cluster.pids[name]
+    os.kill(pid, signal.SIGKILL)
+    event = cluster.wait_event("restarted", 30)
+    assert event["name"] == name
+    cluster.pids[name] = int(str(event["pid"]))
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0", "decode-1", "prefill-1"])
+def test_killed_worker_loses_nothing(pair: Cluster, victim: str) -> None:
+    expected = [ask(pair, number) for number in range(8)]
+    pair.wait_idle()
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        running = [pool.submit(ask, pair, number % 8) for number in range(16)]
+        time.sleep(0.3)
+        assert sum(not future.done() for future in running) > 8, "the load ended before the fault"
+        kill(pair, victim)
+        results = [future.result() for future in running]
+    for number, result in enumerate(results):
+        assert result == expected[number % 8]
+    wait_whole(pair, 4)
+    pair.wait_idle()
+
+
+def test_all_decode_workers_gone_is_an_error_in_time_and_heals(pair: Cluster) -> None:
+    """A stopped (not killed) pair of decode workers cannot be seen as dead at once; killed ones can."""
+    expected = ask(pair, 3)
+    for name in ("decode-0", "decode-1"):
+        os.kill(pair.pids[name], signal.SIGKILL)
+    started = time.monotonic()
+    answer = httpx.post(pair.url + "/v1/completions", json=body(pair, 3, 300), timeout=60)
+    took = time.monotonic() - started
+    if answer.status_code != 200:
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert answer.json()["error"]["message"]
+        assert took < 10
+    else:
+        assert answer.json()["choices"][0]["logprobs"]["tokens"] == expected
+    for _ in range(2):
+        event = pair.wait_event("restarted", 30)
+        pair.pids[str(event["name"])] = int(str(event["pid"]))
+    wait_whole(pair, 4)
+    assert ask(pair, 3) == expected
+    pair.wait_idle()
+
+
+def test_client_gone_stops_the_work(pair: Cluster) -> None:
+    pair.wait_idle()
+    for number in range(6):
+        request = body(pair, number, 1500) | {"stream": True, "n": 2}
+        with httpx.stream("POST", pair.url + "/v1/completions", json=request, timeout=30) as response:
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    break  # leaves the stream after the first piece
+    pair.wait_idle(2.0)
+
+
+def test_stopped_prefill_worker_is_fenced(pair: Cluster) -> None:
+    """SIGSTOP in the middle of prefills: their requests are computed elsewhere, blocks are kept from the writer."""
+    expected = [ask(pair, number, 40) for number in range(8)]
+    pid = pair.pids["prefill-0"]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            running = [pool.submit(ask, pair, number, 40) for number in range(8)]
+            results = [future.result() for future in running]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert results == expected
+    wait_whole(pair, 4)
+    pair.wait_idle(10)

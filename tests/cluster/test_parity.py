@@ -1,0 +1,74 @@
+"""Disaggregated output equals aggregated output, token for token and logprob for logprob, whatever happens between."""
+
+import concurrent.futures
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+NUM_REQUESTS = 200
+
+
+def mixed_requests(count: int) -> list[dict[str, Any]]:
+    """Random lengths, shared prefixes, greedy and seeded sampling, penalties, biases, stops."""
+    rng = random.Random(11)
+    prefixes = [[rng.randrange(3, 49_000) for _ in range(length)] for length in (16, 40, 64, 100)]
+    requests = []
+    for number in range(count):
+        prompt = rng.choice([[], *prefixes]) + [rng.randrange(3, 49_000) for _ in range(rng.randint(1, 90))]
+        request: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": rng.randint(1, 40),
+            "temperature": rng.choice([0, 0, 0.7, 1.3]),
+            "seed": number,
+            "logprobs": 1,
+            "ignore_eos": True,
+        }
+        if rng.random() < 0.3:
+            request |= {"top_p": rng.choice([0.5, 0.9]), "top_k": rng.choice([0, 5, 50])}
+        if rng.random() < 0.3:
+            request |= {"frequency_penalty": 0.8, "presence_penalty": 0.4, "repetition_penalty": 1.2}
+        if rng.random() < 0.2:
+            request |= {"logit_bias": {"100": 3, "200": -100}, "min_tokens": 1}
+        requests.append(request)
+    return requests
+
+
+def answers(cluster: Cluster, requests: list[dict[str, Any]]) -> list[tuple[list[str], list[float], str]]:
+    def ask(request: dict[str, Any]) -> tuple[list[str], list[float], str]:
+        body = {"model": cluster.model} | request
+        response = httpx.post(cluster.url + "/v1/completions", json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
+
+    with concurrent.futures.ThreadPoolExecutor(40) as pool:
+        return list(pool.map(ask, requests))
+
+
+@pytest.mark.parametrize("connector", ["shared_memory", "zmq"])
+def test_disaggregated_equals_aggregated(connector: str, tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "tiny"))
+    common = ("--dummy-seed", "5", "--threads", "1")
+    requests = mixed_requests(NUM_REQUESTS)
+    aggregated = start_cluster(tmp_path / "a", "--aggregated", "1", *common, model=model)
+    try:
+        expected = answers(aggregated, requests)
+    finally:
+        stop_cluster(aggregated)
+    # Little room and small steps: chunks, waiting for room, evictions and preemptions all happen.
+    tight = ("--kv-blocks", "60", "--max-batched-tokens", "40", "--local-prefill-tokens", "16")
+    cluster = start_cluster(tmp_path / "d", *common, *tight, "--connector", connector, model=model)
+    try:
+        got = answers(cluster, requests)
+        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") > NUM_REQUESTS / 2
+        assert cluster.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
+    different = [number for number in range(NUM_REQUESTS) if got[number] != expected[number]]
+    assert different == []
