@@ -2,42 +2,41 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.setup-done
-TORCH := 2.13.0
-# Where to find the CPU build of torch when pip's own configuration does not offer one.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Set-up is done once for each content of the files that it depends on.
+STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt deploy/*.sh | cksum | cut -d' ' -f1)
 ARGS ?=
-# No other package may replace the CPU build of torch.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+# No other package may replace the build of torch that deploy/install-torch.sh chose.
+export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+.DEFAULT_GOAL := help
 .PHONY: help setup up test lint format proto clean
 
 help:  ## show this
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo 'TORCH_INDEX=URL names the pip index to take torch from; the default is its CPU build.'
 
 setup: $(STAMP)  ## make .venv with everything: dependencies, CPU torch, the model
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP):
 	@bash deploy/make-venv.sh $(VENV)
-	@echo "== torch $(TORCH) for CPU"
-	@$(BIN)/python -c 'import torch,sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH)")' 2>/dev/null \
-	  || $(BIN)/pip install "torch==$(TORCH)+cpu" \
-	  || $(BIN)/pip install --index-url "$(TORCH_INDEX)" "torch==$(TORCH)"
+	@bash deploy/install-torch.sh $(BIN)/pip
 	@echo "== dependencies"
-	@$(BIN)/pip install -e '.[dev]'
+	@$(BIN)/pip install --editable '.[dev]'
 	@echo "== model"
-	@$(BIN)/python -m engine.weights.resolve
-	@touch $@
+	@$(BIN)/python -m engine.weights.resolve smollm2
+	@rm -f $(VENV)/.setup-* && touch $@
 
 up: setup  ## run a cluster on this machine; options in ARGS="..."
-	@$(BIN)/tandem up $(ARGS)
+	@exec $(BIN)/tandem up $(ARGS)
 
 test: lint  ## lint, types, import rules, stubs, all tests
-	@echo "== tests"
-	@$(BIN)/pytest --ignore=tests/cluster --ignore=tests/repo -n 2
-	@echo "== tests of the repository and of real clusters"
-	@$(BIN)/pytest tests/repo tests/cluster
+	@echo "== unit tests"
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/repo --numprocesses=2
+	@echo "== the repository: gates, stubs, documents"
+	@$(BIN)/pytest tests/repo
+	@echo "== real clusters"
+	@$(BIN)/pytest tests/cluster
 
 lint: setup  ## ruff, mypy, import rules
 	@echo "== ruff"
@@ -54,7 +53,6 @@ format: setup  ## format all code
 
 proto: setup  ## write services/rpc again from proto/
 	@$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. proto/services/rpc/*.proto
-
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
