@@ -42,6 +42,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI: answers, unless the client leaves first."""
         answer = self._stream if self._generation.plan.options.stream else self._whole
+        self._record.accepted(sum(map(len, self._generation.plan.prompts)), len(self._generation.choices))
         work = asyncio.create_task(answer(scope, receive, send))
         left = asyncio.create_task(_disconnected(receive))
         try:

@@ -1,4 +1,4 @@
-"""Faults that users reported of systems that do this job, as inputs to the running cluster. The ids name the reports."""
+"""Faults that users reported of systems that do this job, as inputs to the running cluster. Ids name the reports."""
 
 import concurrent.futures
 import json
@@ -153,7 +153,7 @@ def test_b017_nothing_is_held_back_in_vain(api: Api) -> None:
 # C. Unicode
 
 
-@pytest.mark.parametrize("prompt", ["😀😃😄😁😆😅😂🤣😊😇", "👨‍👩‍👧‍👦 means family", "请用中文介绍一下北京的历史："])  # noqa: RUF001
+@pytest.mark.parametrize("prompt", ["😀😃😄😁😆😅😂🤣😊😇", "👨‍👩‍👧‍👦 means family", "请用中文介绍一下北京的历史："])
 def test_b021_b022_b023_b027_no_half_characters(api: Api, prompt: str) -> None:
     chunks = api.stream("/v1/completions", prompt=prompt, echo=True, max_tokens=24, ignore_eos=True, **GREEDY)
     pieces = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
@@ -348,13 +348,13 @@ def test_b084_stop_token_out_of_range(api: Api) -> None:
 
 
 def test_b086_only_ids_that_the_tokenizer_knows(api: Api) -> None:
-    answer = api.complete(temperature=50, seed=4, max_tokens=100, ignore_eos=True, logprobs=0)
-    assert answer["usage"]["completion_tokens"] == 100
+    answer = api.complete(temperature=50, seed=4, max_tokens=40, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 40
 
 
 def test_b087_b091_outputs_do_not_depend_on_the_batch(api: Api) -> None:
     def ask(number: int) -> str:
-        return text(api.complete(f"Number {number}:", seed=42, temperature=1, frequency_penalty=1, max_tokens=10))
+        return text(api.complete(f"Number {number}:", seed=42, temperature=1, frequency_penalty=1, max_tokens=6))
 
     alone = [ask(number) for number in range(8)]
     for order in (range(8), reversed(range(8))):
@@ -364,9 +364,9 @@ def test_b087_b091_outputs_do_not_depend_on_the_batch(api: Api) -> None:
 
 
 def test_b088_what_penalties_count(api: Api) -> None:
-    prompt = "dog dog dog dog dog dog dog dog dog dog"
+    prompt = "yes no yes no yes no yes no yes"
     plain = text(api.complete(prompt, max_tokens=1, **GREEDY))
-    assert plain == " dog"
+    assert plain == " no"  # a token of the prompt
     assert text(api.complete(prompt, max_tokens=1, presence_penalty=2, frequency_penalty=2, **GREEDY)) == plain
     assert text(api.complete(prompt, max_tokens=1, repetition_penalty=50, **GREEDY)) != plain
 

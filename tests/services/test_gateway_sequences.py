@@ -1,0 +1,328 @@
+"""A sequence's way through placements, duplicates, losses and errors, against a router and workers that do as told."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from engine.request import SamplingParams, TokenBatch, TokenOutput
+from services.cluster_state import ClusterState
+from services.embedded_state import EmbeddedState
+from services.gateway.errors import ApiError
+from services.gateway.placement import Placements
+from services.gateway.sequences import Sequence, SequenceSpec
+from services.gateway.token_socket import TokenSocket
+from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.rpc_server import RpcServer
+from services.zmq_sockets import push_socket
+
+OUTPUT = [11, 12, 13, 14]
+Behaviour = Callable[["Worker", worker_pb2.SubmitRequest], list[TokenOutput]]
+
+
+def output(request: worker_pb2.SubmitRequest, index: int, ids: list[int], **fields: Any) -> TokenOutput:
+    return TokenOutput(request_id=request.request_id, attempt=request.attempt, index=index, token_ids=ids, **fields)
+
+
+def finish(worker: "Worker", request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+    """The rest of OUTPUT, one token at a time."""
+    known = len(request.output_token_ids)
+    assert list(request.output_token_ids) == OUTPUT[:known]
+    last = len(OUTPUT) - 1
+    return [
+        output(request, i, [OUTPUT[i]], finish_reason="length" if i == last else None) for i in range(known, last + 1)
+    ]
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """Answers each Submit as told, in the order of `behaviours`; the last one stays."""
+
+    def __init__(self, name: str, behaviours: list[Behaviour]) -> None:
+        self.name = name
+        self.behaviours = behaviours
+        self.submitted: list[worker_pb2.SubmitRequest] = []
+        self.aborted: list[int] = []
+        self.server = RpcServer("127.0.0.1", 0, None, CollectorRegistry())
+        self.incarnation = name * 32
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
+
+    async def Submit(self, request: worker_pb2.SubmitRequest, context: Any) -> worker_pb2.SubmitReply:
+        self.submitted.append(request)
+        behaviour = self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
+        try:
+            outputs = behaviour(self, request)
+        except grpc.RpcError as refused:
+            await context.abort(refused.args[0], "refused")
+        socket = push_socket(request.reply_to, None)
+        socket.send(msgspec.msgpack.encode(TokenBatch(self.incarnation, 0, outputs)))
+        socket.close(linger=1000)
+        return worker_pb2.SubmitReply()
+
+    async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortReply:
+        self.aborted.append(request.attempt)
+        return worker_pb2.AbortReply(known=True)
+
+
+class Router(router_pb2_grpc.RouterServicer):
+    """Places on the first worker that is not excluded."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.workers = workers
+        self.placed: list[router_pb2.PlaceRequest] = []
+        self.released: list[int] = []
+        self.server = RpcServer("127.0.0.1", 0, None, CollectorRegistry())
+        router_pb2_grpc.add_RouterServicer_to_server(self, self.server.server)
+
+    async def Place(self, request: router_pb2.PlaceRequest, context: Any) -> router_pb2.Placement:
+        self.placed.append(request)
+        for worker in self.workers:
+            if worker.incarnation not in request.exclude_incarnations:
+                decode = router_pb2.Endpoint(
+                    name=worker.name, incarnation=worker.incarnation, address=worker.server.address
+                )
+                return router_pb2.Placement(decode=decode)
+        context.set_trailing_metadata((("retry-after", "7"),))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "nobody")
+        raise AssertionError
+
+    async def Release(self, request: router_pb2.ReleaseRequest, context: Any) -> router_pb2.ReleaseReply:
+        self.released.append(request.attempt)
+        return router_pb2.ReleaseReply()
+
+
+class Setting:
+    """One gateway's parts with a router and workers."""
+
+    def __init__(self, placements: Placements, tokens: TokenSocket, router: Router) -> None:
+        self.placements = placements
+        self.tokens = tokens
+        self.router = router
+
+    def sequence(self, **fields: Any) -> Sequence:
+        spec = SequenceSpec(
+            request_id="cmpl-1-0",
+            model="m",
+            prompt_token_ids=list(range(40)),
+            sampling=SamplingParams(max_tokens=len(OUTPUT), seed=5),
+            hash_root=b"root",
+            block_size=16,
+            cache_salt="",
+            tenant="",
+            priority=0,
+            deadline=asyncio.get_running_loop().time() + 30,
+            reply_to=self.tokens.address,
+            gateway_incarnation="g" * 32,
+        )
+        return Sequence(msgspec.structs.replace(spec, **fields), self.placements, self.tokens, lambda: None)
+
+
+@contextlib.asynccontextmanager
+async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncIterator[Setting]:
+    """One worker for each list of behaviours."""
+    embedded = EmbeddedState()
+    workers = [Worker("abcdef"[i], list(b)) for i, b in enumerate(behaviours)]
+    router = Router(workers)
+    states = []
+    for part in (router, *workers):
+        await part.server.start()
+        await part.server.set_healthy(True)
+        state = ClusterState(embedded.url, "test")
+        await state.connect()
+        member = cluster_pb2.Member(name="x", grpc_address=part.server.address, incarnation="r" * 32, role="router")
+        if isinstance(part, Worker):
+            member.incarnation, member.role = part.incarnation, "decode"
+            member.model.name = "m"
+        await state.register(member)
+        states.append(state)
+    state = ClusterState(embedded.url, "test")
+    await state.connect()
+    tokens = TokenSocket("127.0.0.1", None)
+    receiving = asyncio.create_task(tokens.run())
+    placements = Placements(state, None, wait)
+    try:
+        yield Setting(placements, tokens, router)
+    finally:
+        receiving.cancel()
+        await placements.close()
+        for each in (state, *states):
+            await each.close()
+        for part in (router, *workers):
+            await part.server.stop(0)
+        tokens.close()
+        embedded.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def taken(sequence: Sequence) -> list[int]:
+    return [token for out in sequence.take() for token in out.token_ids]
+
+
+async def test_all_goes_well() -> None:
+    async with setting([finish]) as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        assert (sequence.finish_reason, sequence.failure) == ("length", None)
+        assert taken(sequence) == sequence.output_token_ids == OUTPUT
+        await eventually(lambda: all_.router.released == [0])
+        assert len(all_.router.placed[0].block_hashes) == 2
+        assert all_.router.workers[0].aborted == []
+
+
+async def test_first_token_comes_twice_and_finish_with_it() -> None:
+    def twice(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        stranger = output(request, 0, [99])
+        stranger.attempt = 5
+        return [
+            stranger,
+            output(request, 0, [11]),
+            output(request, 0, [11], cached_tokens=16),
+            output(request, 0, [11, 12]),
+            output(request, 1, [12]),
+            output(request, 0, [11, 12], finish_reason="stop", stop_token_id=12),
+        ]
+
+    async with setting([twice]) as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        outs = sequence.take()
+        assert [out.token_ids for out in outs] == [[11], [12], []]
+        assert sequence.finish_reason == "stop"
+        assert sequence.cached_tokens == 16
+
+
+async def test_lost_tokens_are_computed_again() -> None:
+    def gap(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [11]), output(request, 2, [13])]
+
+    async with setting([gap, finish]) as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        assert taken(sequence) == OUTPUT
+        worker = all_.router.workers[0]
+        assert [request.attempt for request in worker.submitted] == [0, 1]
+        assert list(worker.submitted[1].output_token_ids) == [11]
+        await eventually(lambda: worker.aborted == [0] and sorted(all_.router.released) == [0, 1])
+
+
+async def test_a_worker_that_aborts_or_refuses_is_excluded() -> None:
+    def aborts(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [11]), output(request, 1, [], finish_reason="abort")]
+
+    def drains(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        raise grpc.RpcError(grpc.StatusCode.FAILED_PRECONDITION)
+
+    async with setting([aborts], [drains], [finish]) as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        assert taken(sequence) == OUTPUT
+        a, b, c = all_.router.workers
+        assert (len(a.submitted), len(b.submitted), len(c.submitted)) == (1, 1, 1)
+        assert list(all_.router.placed[-1].exclude_incarnations) == [a.incarnation, b.incarnation]
+
+
+async def test_a_worker_whose_connection_breaks_is_left() -> None:
+    def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [11])]
+
+    async with setting([hangs], [finish]) as all_:
+        sequence = all_.sequence()
+        moved: list[str] = []
+
+        def lose(incarnation: str) -> None:
+            moved.append(incarnation)
+            if sequence.worker is not None and sequence.worker.incarnation == incarnation:
+                sequence.lose("gone", exclude=True)
+
+        all_.placements.on_lost(lose)
+        running = asyncio.create_task(sequence.run())
+        await eventually(lambda: sequence.output_token_ids == [11])
+        await all_.router.workers[0].server.stop(0)
+        async with asyncio.timeout(5):
+            await running
+        assert taken(sequence) == OUTPUT
+        assert all_.router.workers[0].incarnation in moved
+
+
+async def test_a_worker_error_is_a_typed_error_without_its_text() -> None:
+    def fails(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [], finish_reason="error", error="secret path /x")]
+
+    async with setting([fails]) as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        assert sequence.failure is not None and sequence.failure.status == 500
+        assert "secret" not in str(sequence.failure)
+        await eventually(lambda: all_.router.released == [0])
+
+
+async def test_what_no_worker_can_run_is_the_clients_error() -> None:
+    def refuses(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        raise grpc.RpcError(grpc.StatusCode.INVALID_ARGUMENT)
+
+    async with setting([refuses], [finish]) as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        assert sequence.failure is not None and sequence.failure.status == 400
+
+
+async def test_nobody_there_is_503_with_the_routers_retry_after() -> None:
+    async with setting() as all_:
+        sequence = all_.sequence()
+        await sequence.run()
+        assert sequence.failure is not None and sequence.failure.status == 503
+        assert sequence.failure.retry_after == 7
+        assert len(all_.router.placed) > 1  # it was tried again
+
+
+async def test_the_deadline_ends_it() -> None:
+    def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return []
+
+    async with setting([hangs]) as all_:
+        sequence = all_.sequence(deadline=asyncio.get_running_loop().time() + 0.3)
+        await sequence.run()
+        assert sequence.failure is not None and sequence.failure.status == 504
+        await eventually(lambda: all_.router.workers[0].aborted == [0] and all_.router.released == [0])
+
+
+async def test_a_client_that_leaves_is_told_to_worker_and_router() -> None:
+    def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [11])]
+
+    async with setting([hangs]) as all_:
+        sequence = all_.sequence()
+        running = asyncio.create_task(sequence.run())
+        await eventually(lambda: sequence.output_token_ids == [11])
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await eventually(lambda: all_.router.workers[0].aborted == [0] and all_.router.released == [0])
+
+
+async def test_garbage_on_the_token_socket_is_dropped() -> None:
+    async with setting([finish]) as all_:
+        socket = push_socket(all_.tokens.address, None)
+        for frame in (b"", b"\x80\x04garbage", b"\xff" * 100, msgspec.msgpack.encode([1, 2])):
+            socket.send(frame)
+        await eventually(lambda: all_.tokens.malformed == 4)
+        sequence = all_.sequence()
+        await sequence.run()
+        assert taken(sequence) == OUTPUT
+        socket.close()
+
+
+def test_errors_have_openai_shape() -> None:
+    error = ApiError(503, "none", retry_after=3).response()
+    assert error.headers["retry-after"] == "3"
+    assert msgspec.json.decode(bytes(error.body)) == {
+        "error": {"message": "none", "type": "invalid_request_error", "param": None, "code": None}
+    }
