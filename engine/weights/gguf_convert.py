@@ -67,7 +67,7 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
     """
     progress(0.0, "reading the header")
     file = read_gguf(source)
-    architecture = file.fields.get("general.architecture")
+    architecture = file.get("general.architecture", str)
     if architecture not in _ARCHITECTURES:
         raise ModelError(f"{source}: architecture {architecture!r} is not supported; {', '.join(_ARCHITECTURES)} are")
     partial = folder.with_name(folder.name + ".partial")
@@ -78,7 +78,7 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
         _write_json(partial / "config.json", config)
         tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id") if config[name] is not None}
         _write_json(partial / "generation_config.json", tokens)
-        write_tokenizer(source, file.fields, partial)
+        write_tokenizer(file, partial)
         _write_weights(partial / "model.safetensors", file, _weights(file, architecture, config), progress)
         os.rename(partial, folder)
     finally:
@@ -169,14 +169,14 @@ def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     tensors = {tensor.name: tensor for tensor in file.tensors}
 
     def key(name: str, default: Any = None) -> Any:
-        value = file.fields.get(f"{architecture}.{name}", default)
+        value = file.get(f"{architecture}.{name}", str if isinstance(default, str) else (int, float), default)
         if value is None:
             raise ModelError(f"{file.path}: the key {architecture}.{name} is missing")
         return value
 
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{file.path}: the tensor token_embd.weight is missing")
-    ends = [file.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = [file.get(f"tokenizer.ggml.{name}_token_id", int) for name in ("eos", "eot", "eom")]
     config = {
         "architectures": [_ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -186,7 +186,7 @@ def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
         "num_hidden_layers": key("block_count"),
         "num_attention_heads": key("attention.head_count"),
         "num_key_value_heads": key("attention.head_count_kv", key("attention.head_count")),
-        "head_dim": file.fields.get(f"{architecture}.attention.key_length"),
+        "head_dim": file.get(f"{architecture}.attention.key_length", int),
         "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
         "rope_theta": key("rope.freq_base", 10_000.0),
         "max_position_embeddings": key("context_length"),
@@ -195,7 +195,7 @@ def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
         "hidden_act": "silu",
         "torch_dtype": "float32",
-        "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": [token for token in dict.fromkeys(ends) if token is not None] or None,
     }
     # A linear scaling without a factor is llama.cpp's way to say none.

@@ -38,6 +38,13 @@ class GGUFFile(msgspec.Struct, frozen=True):
     fields: dict[str, Any]  # strings, numbers, lists of strings, arrays of numbers
     tensors: list[GGUFTensor]
 
+    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+        """The value of a key, or `default`. Raises ModelError for a value of another kind."""
+        value = self.fields.get(key, default)
+        if value is not default and not isinstance(value, kind):
+            raise ModelError(f"{self.path}: the key {key} has a value of the wrong type: {type(value).__name__}")
+        return value
+
     def rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The raw bytes of a tensor, mapped, [rows, bytes per row]; a vector has one element per row."""
         data = np.memmap(self.path, dtype=np.uint8, mode="r", offset=tensor.offset, shape=(tensor.size,))

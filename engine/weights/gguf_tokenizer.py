@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from engine.config import ModelError
+from engine.weights.gguf_file import GGUFFile
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
@@ -40,35 +42,32 @@ _PRE_TOKENIZERS = {
 }
 
 
-def write_tokenizer(source: Path, fields: dict[str, Any], folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError for unknown kinds.
-
-    `fields`: the keys of the GGUF file `source`.
-    """
-    kind = fields.get("tokenizer.ggml.model")
+def write_tokenizer(file: GGUFFile, folder: Path) -> None:
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ModelError for unknown kinds."""
+    kind = file.get("tokenizer.ggml.model", str)
     if kind != "gpt2":
-        raise ModelError(f"{source}: tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2')")
-    pre = fields.get("tokenizer.ggml.pre", "default")
+        raise ModelError(f"{file.path}: tokenizer {kind!r} is not supported, only byte-level BPE ('gpt2')")
+    pre = file.get("tokenizer.ggml.pre", str, "default")
     if pre not in _PRE_TOKENIZERS:
-        raise ModelError(f"{source}: pre-tokenizer {pre!r} is not known; these are: {', '.join(_PRE_TOKENIZERS)}")
-    tokens = fields.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or len(set(tokens)) != len(tokens):
-        raise ModelError(f"{source}: the key tokenizer.ggml.tokens is missing, or names a token twice")
-    types = list(fields.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens)))
+        raise ModelError(f"{file.path}: pre-tokenizer {pre!r} is not known; these are: {', '.join(_PRE_TOKENIZERS)}")
+    tokens = file.get("tokenizer.ggml.tokens", list, [])
+    if not tokens or len(set(tokens)) != len(tokens):
+        raise ModelError(f"{file.path}: the key tokenizer.ggml.tokens is missing, or names a token twice")
+    types = list(file.get("tokenizer.ggml.token_type", np.ndarray, [_NORMAL] * len(tokens)))
     if len(types) != len(tokens):
-        raise ModelError(f"{source}: {len(tokens)} tokens have {len(types)} types in tokenizer.ggml.token_type")
+        raise ModelError(f"{file.path}: {len(tokens)} tokens have {len(types)} types in tokenizer.ggml.token_type")
 
     def token(name: str) -> str | None:
-        number = fields.get(f"tokenizer.ggml.{name}_token_id")
-        return tokens[number] if isinstance(number, int) and 0 <= number < len(tokens) else None
+        number = file.get(f"tokenizer.ggml.{name}_token_id", int, -1)
+        return tokens[number] if 0 <= number < len(tokens) else None
 
     # Where the key is absent, Llama 3 begins with BOS and the others do not.
-    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")) and token("bos") is not None
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
+    add_bos = file.get("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe") and token("bos") is not None
+    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", list, [])]
     try:
         model = BPE({token: number for number, token in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe")
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{source}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit: {error}") from error
+        raise ModelError(f"{file.path}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit: {error}") from error
     tokenizer = Tokenizer(model)
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -80,7 +79,7 @@ def write_tokenizer(source: Path, fields: dict[str, Any], folder: Path) -> None:
     if add_bos:
         bos = token("bos")
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fields["tokenizer.ggml.bos_token_id"])]
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -90,5 +89,5 @@ def write_tokenizer(source: Path, fields: dict[str, Any], folder: Path) -> None:
         "add_bos_token": add_bos,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
-    if template := fields.get("tokenizer.chat_template"):
+    if template := file.get("tokenizer.chat_template", str):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
