@@ -1,0 +1,373 @@
+"""Both connectors between real processes: bytes arrive whole, dead and frozen senders are shut out, nothing is left."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from engine.kv_cache import KVCache, KVCacheSpec
+from kv_transfer.connectors import shared_memory
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderIdentity
+from kv_transfer.connectors.selection import choose
+from kv_transfer.connectors.shared_memory import (
+    SharedMemoryReceiver,
+    SharedMemorySender,
+    SharedSegment,
+    reap_stale_segments,
+)
+from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
+from kv_transfer.references import BlockRef
+
+INCARNATION = "d" * 32
+SENDER = SenderIdentity("p" * 32, "", 0, 0)
+KINDS = ["shared_memory", "zmq"]
+
+
+def plain(socket: zmq.Socket[bytes], server: bool) -> None:
+    """No CURVE."""
+
+
+@dataclass
+class Pool:
+    """A decode worker's side: memory, generations, connector."""
+
+    cache: KVCache
+    receiver: ReceiverConnector
+    generation: list[int]
+    segments: list[SharedSegment] = field(default_factory=list)
+
+    def hand_out(self, *blocks: int) -> list[BlockRef]:
+        for block in blocks:
+            self.generation[block] += 1
+        return [BlockRef(INCARNATION, block, self.generation[block]) for block in blocks]
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.cache.tensor.shape)
+
+    def command(self, transfer_id: str, refs: list[BlockRef], **more: object) -> str:
+        command = {
+            "kind": self.receiver.capabilities.kind,
+            "description": self.receiver.describe(),
+            "layout": self.cache.spec.layout,
+            "shape": self.shape,
+            "seed": 3,
+            "transfer_id": transfer_id,
+            "source_blocks": list(range(len(refs))),
+            "blocks": refs,
+        }
+        return msgspec.msgpack.encode(command | more).hex() + "\n"
+
+
+def make_pool(kind: str, num_blocks: int = 8, block_size: int = 4) -> Pool:
+    spec = KVCacheSpec(num_layers=3, block_size=block_size, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    pool = PoolDescription(INCARNATION, num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout)
+    generation = [0] * num_blocks
+    if kind == "shared_memory":
+        segment = SharedSegment(num_blocks * spec.block_bytes, num_blocks)
+        cache = KVCache(spec, num_blocks, segment.buffer)
+        return Pool(cache, SharedMemoryReceiver(segment, pool), generation, [segment])
+    cache = KVCache(spec, num_blocks)
+    receiver = ZmqReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", plain)
+    return Pool(cache, receiver, generation)
+
+
+@pytest.fixture(params=KINDS)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    made = make_pool(request.param)
+    yield made
+    made.receiver.close()
+
+
+@pytest.fixture
+def shm_pool() -> Iterator[Pool]:
+    made = make_pool("shared_memory")
+    yield made
+    made.receiver.close()
+
+
+def kind_of(pool: Pool) -> str:
+    return pool.receiver.capabilities.kind
+
+
+def open_sender(pool: Pool) -> SharedMemorySender | ZmqSender:
+    if kind_of(pool) == "zmq":
+        return ZmqSender(pool.receiver.describe(), pool.cache.spec.layout, plain)
+    return SharedMemorySender(pool.receiver.describe(), pool.cache.spec.layout)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(0.005)
+
+
+def source_cache(pool: Pool) -> torch.Tensor:
+    return torch.randn(pool.shape, generator=torch.Generator().manual_seed(3))
+
+
+# Two processes
+
+
+def test_bytes_arrive_whole_and_nowhere_else(pool: Pool, peer: Any) -> None:
+    refs = pool.hand_out(6, 1, 4)
+    pool.receiver.expect("r/0", refs)
+    peer.tell(pool.command("r/0", refs))
+    assert peer.hear() == "pushing\n"
+    total = 3 * pool.cache.spec.block_bytes
+    assert peer.hear() == f"pushed {total}\n"
+    if kind_of(pool) == "zmq":
+        wait_until(lambda: pool.receiver.bytes_landed("r/0") == total)
+    assert torch.equal(pool.cache.tensor[[6, 1, 4]], source_cache(pool)[:3])
+    assert not pool.cache.tensor[[0, 2, 3, 5, 7]].any()
+    assert pool.receiver.failure("r/0") is None
+
+
+def test_sender_killed_in_the_middle_is_fenced(pool: Pool, peer: Any) -> None:
+    refs = pool.hand_out(0, 1, 2, 3)
+    pool.receiver.expect("r/0", refs)
+    peer.tell(pool.command("r/0", refs, repeat=0))
+    assert peer.hear() == "pushing\n"
+    wait_until(lambda: bool(pool.cache.tensor[0, 0].any()))
+    peer.kill()
+    assert pool.receiver.fence("r/0", SENDER)
+    pool.cache.tensor.zero_()
+    time.sleep(0.05)  # what ZMQ still holds comes now
+    assert not pool.cache.tensor.any()
+
+
+def test_frozen_sender_cannot_write_once_fence_says_so(peer: Any) -> None:
+    """Frozen in the middle of a write it is not fenced, until it has ended; frozen elsewhere it is, and stays out."""
+    pool = make_pool("shared_memory", num_blocks=16, block_size=4096)  # 6 MiB a layer: nearly always in a write
+    try:
+        refs = pool.hand_out(*range(16))
+        seen_busy = False
+        for attempt in range(50):
+            key = f"r{attempt}/0"
+            pool.receiver.expect(key, refs)
+            peer.tell(pool.command(key, refs, repeat=0))
+            assert peer.hear() == "pushing\n"
+            time.sleep(0.01)
+            peer.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
+            fenced = pool.receiver.fence(key, SENDER)
+            if not fenced:
+                seen_busy = True
+                time.sleep(0.05)
+                assert not pool.receiver.fence(key, SENDER)
+            peer.process.send_signal(signal.SIGCONT)
+            if not fenced:
+                wait_until(lambda key=key: pool.receiver.fence(key, SENDER))
+            pool.cache.tensor.zero_()  # the blocks have another owner now
+            assert peer.hear().startswith("refused")
+            assert not pool.cache.tensor.any()
+            if seen_busy and attempt >= 3:
+                break
+        assert seen_busy
+    finally:
+        pool.receiver.close()
+
+
+def test_segment_of_a_killed_owner_is_reaped_and_no_other(peer: Any, shm_pool: Pool) -> None:
+    peer.tell("own\n")
+    name = peer.hear().strip()
+    path = Path("/dev/shm") / name
+    assert path.exists() and path.stat().st_mode & 0o777 == 0o600
+    assert name not in reap_stale_segments()
+    peer.kill()
+    assert name in reap_stale_segments() and not path.exists()
+    assert (Path("/dev/shm") / shm_pool.segments[0].name).exists()
+
+
+# One process
+
+
+def test_finished_and_stale_and_foreign_references_are_refused(shm_pool: Pool) -> None:
+    sender, source = open_sender(shm_pool), source_cache(shm_pool)
+    old = shm_pool.hand_out(2)
+    shm_pool.receiver.expect("a/0", old)
+    sender.push("a/0", 0, source, [0], old)
+    shm_pool.receiver.finish("a/0")
+    shm_pool.cache.tensor.zero_()
+    refused = [
+        old,  # finished
+        [BlockRef(INCARNATION, 3, 0)],  # never handed out
+        [BlockRef("e" * 32, 2, 1)],
+        [BlockRef(INCARNATION, -1, 1)],
+        [BlockRef(INCARNATION, 8, 1)],
+        [BlockRef(INCARNATION, 2**63, 1)],
+        [BlockRef(INCARNATION, 2, -1)],
+        [BlockRef(INCARNATION, 2, 2**64)],
+        [BlockRef(INCARNATION, 2, 2**64 - 1)],  # the word for "none" in the table, were it believed
+    ]
+    for refs in refused[:-1]:
+        with pytest.raises(ConnectorError):
+            sender.push("a/0", 0, source, [0], refs)
+    new = shm_pool.hand_out(2)
+    shm_pool.receiver.expect("b/0", new)
+    with pytest.raises(ConnectorError):
+        sender.push("a/0", 0, source, [0], old)
+    for refs in refused:
+        with pytest.raises(ConnectorError):
+            sender.push("a/0", 0, source, [0], refs)
+    assert not shm_pool.cache.tensor.any()
+    assert sender.counters.refused == {"generation": 10, "incarnation": 2, "range": 6}
+    shm_pool.receiver.finish("a/0")  # a second time: b is not touched
+    assert sender.push("b/0", 0, source, [0], new) == shm_pool.cache.spec.layer_bytes
+    sender.close()
+    sender.close()
+    with pytest.raises(ConnectorError, match="closed"):
+        sender.push("b/0", 0, source, [0], new)
+
+
+@pytest.mark.parametrize(("layer", "source_blocks"), [(-1, [0]), (3, [0]), (0, [8]), (0, [-1]), (0, [0, 1]), (0, [])])
+def test_push_outside_of_the_cache_is_refused(pool: Pool, layer: int, source_blocks: list[int]) -> None:
+    refs = pool.hand_out(0)
+    pool.receiver.expect("r/0", refs)
+    sender = open_sender(pool)
+    with pytest.raises(ConnectorError, match="does not fit"):
+        sender.push("r/0", layer, source_cache(pool), source_blocks, refs)
+    with pytest.raises(ConnectorError, match="does not fit"):
+        sender.push("r/0", 0, source_cache(pool)[:, :, :2], [0], refs)
+    sender.close()
+    assert not pool.cache.tensor.any()
+
+
+def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
+    kind, good = kind_of(pool), msgspec.msgpack.decode(pool.receiver.describe())
+
+    def open_offer(description: bytes, layout: str = pool.cache.spec.layout) -> None:
+        if kind == "zmq":
+            ZmqSender(description, layout, plain)
+        else:
+            SharedMemorySender(description, layout)
+
+    with pytest.raises(ConnectorError, match="layout"):
+        open_offer(pool.receiver.describe(), "other")
+    wrong: list[tuple[str, object]] = [("num_blocks", 0), ("num_blocks", -1), ("num_blocks", 2**63), ("block_bytes", 0)]
+    wrong += [("layer_bytes", 7), ("layout", 3)]
+    bad: list[dict[str, object]] = [{"pool": {**good["pool"], key: value}} for key, value in wrong]
+    if kind == "zmq":
+        bad += [
+            {"address": address} for address in ("", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://127.0.0.1:x", 3)
+        ]
+    else:
+        bad += [{"name": name} for name in ("", "../etc/passwd", "tandem-kv-\0", "tandem-kv-/../x", good["name"][:-1])]
+        bad += [{"token": token} for token in (b"", b"x" * 32, b"x" * 10_000)]
+        bad += [{"boot_id": "other"}, {"pool": {**good["pool"], "num_blocks": 7}}]
+    for change in bad:
+        with pytest.raises(ConnectorError):
+            open_offer(msgspec.msgpack.encode(good | change))
+    for garbage in (b"", b"\x80\x04\x95.", os.urandom(100), msgspec.msgpack.encode([good])):
+        with pytest.raises(ConnectorError):
+            open_offer(garbage)
+
+
+def test_too_little_shared_memory_is_said_with_numbers() -> None:
+    with pytest.raises(ConnectorError, match=r"needs \d+ MiB of /dev/shm and \d+ MiB are free"):
+        SharedSegment(1 << 50, 8)
+
+
+def test_segment_that_a_reaper_took_at_birth_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reaper comes between creation and lock: the first file is gone, the owner must notice."""
+    try_lock, reaped = shared_memory._try_lock, []
+
+    def reap_first(descriptor: int, byte: int) -> bool:
+        if not reaped:
+            reaped.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            os.unlink(reaped[0])
+        return try_lock(descriptor, byte)
+
+    monkeypatch.setattr(shared_memory, "_try_lock", reap_first)
+    segment = SharedSegment(4096, 1)
+    assert reaped and (Path("/dev/shm") / segment.name).exists()
+    segment.unlink()
+    segment.unlink()
+
+
+def test_fencing_one_transfer_leaves_the_others_alone(pool: Pool) -> None:
+    a, b = pool.hand_out(0), pool.hand_out(1)
+    pool.receiver.expect("a/0", a)
+    pool.receiver.expect("b/0", b)
+    assert pool.receiver.fence("a/0", SENDER) and pool.receiver.fence("a/0", SENDER)
+    assert pool.receiver.fence("never seen/0", SENDER)
+    sender, source = open_sender(pool), source_cache(pool)
+    for layer in range(3):
+        sender.push("b/0", layer, source, [5], b)
+    sender.flush("b/0")
+    wait_until(lambda: torch.equal(pool.cache.tensor[1], source[5]))
+    sender.close()
+
+
+def test_zmq_sender_to_nobody_neither_blocks_nor_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver is gone: pushes return at once, flush says so, stop and close end."""
+    monkeypatch.setattr("kv_transfer.connectors.zmq_stream._STUCK_SECONDS", 0.2)
+    pool = make_pool("zmq")
+    sender, source = open_sender(pool), source_cache(pool)
+    pool.receiver.close()
+    for layer in range(200):
+        sender.push("r/0", layer % 3, source, list(range(8)), pool.hand_out(*range(8)))
+    with pytest.raises(ConnectorError, match="does not take"):
+        sender.flush("r/0")
+    sender.stop("r/0")
+    sender.flush("r/0")  # nothing of it is left
+    sender.close()
+    with pytest.raises(ConnectorError, match="closed"):
+        sender.push("r/0", 0, source, [0], pool.hand_out(0))
+
+
+def test_zmq_with_curve_keeps_strangers_out() -> None:
+    public, secret = zmq.curve_keypair()
+
+    def curve(socket: zmq.Socket[bytes], server: bool) -> None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        if server:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+        else:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, public)
+
+    spec = KVCacheSpec(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
+    cache = KVCache(spec, 8)
+    description = PoolDescription(INCARNATION, 8, spec.block_bytes, spec.layer_bytes, spec.layout)
+    receiver = ZmqReceiver(cache.tensor, description, lambda block: 1, "127.0.0.1", curve)
+    refs = [BlockRef(INCARNATION, 0, 1)]
+    receiver.expect("r/0", refs)
+    source = torch.randn(cache.tensor.shape).to(torch.bfloat16)
+    stranger = ZmqSender(receiver.describe(), spec.layout, plain)
+    friend = ZmqSender(receiver.describe(), spec.layout, curve)
+    stranger.push("r/0", 0, -source, [1], refs)
+    friend.push("r/0", 0, source, [1], refs)
+    wait_until(lambda: receiver.bytes_landed("r/0") == spec.layer_bytes)
+    assert torch.equal(cache.tensor[0, 0], source[1, 0])
+    for connector in (stranger, friend, receiver):
+        connector.close()
+
+
+def test_choice_takes_the_first_offer_that_works_and_says_why() -> None:
+    pool = make_pool("zmq")
+    layout = pool.cache.spec.layout
+
+    def open_connector(kind: str, description: bytes) -> ZmqSender | SharedMemorySender:
+        if kind == "zmq":
+            return ZmqSender(description, layout, plain)
+        return SharedMemorySender(description, layout)
+
+    offers = [("shared_memory", b"from another host"), ("zmq", pool.receiver.describe())]
+    kind, connector, reason = choose(offers, open_connector)
+    assert kind == "zmq" and "shared_memory: malformed" in reason
+    connector.close()
+    with pytest.raises(ConnectorError, match="shared_memory is forced"):
+        choose(offers, open_connector, forced="shared_memory")
+    with pytest.raises(ConnectorError, match="none was offered"):
+        choose([], open_connector)
+    pool.receiver.close()
