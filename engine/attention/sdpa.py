@@ -28,7 +28,7 @@ from engine.kv_cache import KVCache
 TILE = 128  # query tokens
 _WINDOW = 512  # keys that torch's kernel takes at once
 _BUCKETS = np.array([32, 64, 96, 128, 192, 384, 448, _WINDOW])  # contexts within a window that are worth a group
-_GROUP_VALUES = 1 << 23  # gathered cache values that one group may hold, unless a single tile needs more
+_GROUP_VALUES = 1 << 20  # gathered cache values that one group may hold, unless a single tile needs more
 
 IntArray = npt.NDArray[np.int64]
 
@@ -69,6 +69,19 @@ class SdpaBackend(AttentionBackend):
             raise ValueError(f"{kind.num_heads} query heads cannot share {cache.spec.num_kv_heads} KV heads evenly")
         self.cache = cache
         self.kind = kind
+        self._scratch = torch.empty(0, dtype=cache.spec.dtype)
+
+    def gather(self, pages: torch.Tensor) -> torch.Tensor:
+        """Copies pages, rows int64 [n] of the cache seen as [num_blocks * num_layers, values of a page], together.
+
+        The result [n, values of a page] lies in memory that is used again by the next call: fresh memory would cost as
+        much in page faults as the copy itself.
+        """
+        by_page = self.cache.tensor.view(self.cache.num_blocks * self.cache.spec.num_layers, -1)
+        size = len(pages) * by_page.shape[1]
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=by_page.dtype)
+        return torch.index_select(by_page, 0, pages, out=self._scratch[:size].view(len(pages), -1))
 
     def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> "SdpaContext":
         """Prepares the index tensors and masks of one step."""
@@ -144,6 +157,7 @@ class SdpaContext(AttentionContext):
         on_layer: Callable[[int], None] | None,
     ) -> None:
         spec = backend.cache.spec
+        self._backend = backend
         self._spec = spec
         self._scale = backend.kind.scale
         self._on_layer = on_layer
@@ -183,7 +197,7 @@ class SdpaContext(AttentionContext):
         num_rows = rows.shape[2]
         if num_rows % 4:
             rows = pad(rows, (0, 0, 0, -num_rows % 4))
-        pages = self._by_page.index_select(0, group.pages[layer]).to(q.dtype)
+        pages = self._backend.gather(group.pages[layer]).to(q.dtype)
         kv = pages.view(n, -1, kv_heads, 2 * dim)[:, :keys].transpose(1, 2)
         out = scaled_dot_product_attention(
             rows, kv[..., :dim], kv[..., dim:], attn_mask=group.mask.to(q.dtype), scale=self._scale
