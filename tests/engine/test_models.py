@@ -1,17 +1,16 @@
-"""Our models against transformers, and the errors of folders that cannot be served."""
-
-import json
-import shutil
-from pathlib import Path
+"""Our models against transformers, against themselves in other batches, and a real one."""
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
-from engine.config import ModelError, fingerprint
-from engine.layers.linear import Linear
+from engine.config import ModelConfig
+from engine.layers.linear import GatedLinear, Linear
+from engine.models.registry import model_class
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from engine.weights.load import load_model
+from engine.weights.resolve import resolve
 
 
 class DenseCausal:
@@ -21,6 +20,23 @@ class DenseCausal:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1)
+
+
+class Alone:
+    """Each token attends to itself only, and its query counts: nothing here depends on the other tokens."""
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        return (q + k.repeat_interleave(repeats, 1)) * v.repeat_interleave(repeats, 1)
+
+
+@pytest.fixture(params=[1, 2, 3, 5, 7])
+def threads(request: pytest.FixtureRequest):
+    """Thread counts that divide rows evenly and ones that do not."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -35,72 +51,109 @@ def test_logits_equal_transformers(family: str, request: pytest.FixtureRequest) 
     torch.testing.assert_close(ours, expected, atol=3e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("shape", [(576, 960), (576, 3072), (1536, 576), (576, 49152), (64, 192)])
-def test_rows_do_not_depend_on_the_batch(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(576, 960), (576, 3072), (1536, 576), (576, 49152), (64, 192), (100, 36)])
+def test_rows_do_not_depend_on_the_batch(shape: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
-    linear = Linear(*shape)
-    linear.weight.data.normal_(0, 0.05)
-    linear.pack()
+    linear = Linear(*shape, bias=bias)
+    for parameter in linear.parameters():
+        parameter.data.normal_(0, 0.05)
     x = torch.randn(257, shape[0])
-    sizes = [*range(1, 41), 64, 100, 257] if shape[1] < 10_000 else [1, 2, 3, 7, 17, 32, 64]
+    plain = linear(x)
+    linear.pack()
+    assert linear.weight.numel() == 0
     expected = linear(x)
-    for size in sizes:
+    torch.testing.assert_close(expected, plain, atol=1e-4, rtol=1e-4)
+    for size in [*range(1, 41), 64, 100] if shape[1] < 10_000 else [1, 2, 3, 7, 17, 32]:
         assert torch.equal(linear(x[:size]), expected[:size]), size
-    torch.testing.assert_close(expected, x @ _plain_weight(shape).T, atol=1e-3, rtol=1e-3)
+        assert torch.equal(linear(x[-size:]), expected[-size:]), size
 
 
-def _plain_weight(shape: tuple[int, int]) -> torch.Tensor:
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_product(bias: bool) -> None:
     torch.manual_seed(0)
-    linear = Linear(*shape)
-    return linear.weight.data.normal_(0, 0.05)
+    linear = GatedLinear(64, 160, 160, bias=bias)
+    for parameter in linear.parameters():
+        parameter.data.normal_(0, 0.5)
+    x = torch.randn(33, 64)
+    plain = linear(x)
+    gate, up = torch.nn.functional.linear(x, linear.weight, linear.bias).chunk(2, dim=-1)
+    torch.testing.assert_close(plain, gate * gate.sigmoid() * up)
+    linear.pack()
+    torch.testing.assert_close(linear(x), plain, atol=1e-4, rtol=1e-4)
 
 
-def test_dummy_weights_are_seeded(llama_folder: Path, tmp_path: Path) -> None:
-    shutil.copy(llama_folder / "config.json", tmp_path)
-    first, _ = load_model(tmp_path, dummy_seed=3)
-    again, _ = load_model(tmp_path, dummy_seed=3)
-    other, _ = load_model(tmp_path, dummy_seed=4)
-    assert torch.equal(first.embedding.weight, again.embedding.weight)
-    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_token_does_not_depend_on_its_batch(architecture: str, threads: None) -> None:
+    """Everything but attention, bit by bit, at SmolLM2's sizes."""
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=1000,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=2,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    model = model_class(config)(config)
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.weights().values():
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    model.finish_loading("cpu")
+    tokens = torch.randint(0, 1000, (300,), generator=generator)
+    positions = torch.randint(0, 512, (300,), generator=generator)
+    with torch.inference_mode():
+        hidden = model(tokens, positions, Alone())
+        logits = model.logits(hidden)
+        assert logits.isfinite().all()
+        for part in [slice(7, 8), slice(0, 2), slice(5, 24), slice(100, 164), slice(43, 300), slice(0, 299)]:
+            ours = model(tokens[part], positions[part], Alone())
+            assert torch.equal(ours, hidden[part]), part
+            assert torch.equal(model.logits(ours), logits[part]), part
 
 
-def _broken(folder: Path, source: Path, **config: object) -> Path:
-    shutil.copytree(source, folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return folder
+def test_smollm2_knows_the_capital_of_france() -> None:
+    folder = resolve()
+    tokenizer, template = Tokenizer.from_folder(folder), ChatTemplate.from_folder(folder)
+    assert template is not None
+    prompt = template.render([{"role": "user", "content": "What is the capital of France?"}])
+    tokens = tokenizer.encode_template(prompt)
+    start = len(tokens)
+    model, config = load_model(folder)
+    with torch.inference_mode():
+        while tokens[-1] not in config.eos_token_ids and len(tokens) < start + 12:
+            hidden = model(torch.tensor(tokens), torch.arange(len(tokens)), DenseCausal())
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+    assert tokenizer.decode(tokens[start:]) == "The capital of France is Paris."
 
 
-def test_errors_name_what_is_wrong(qwen2_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'MambaForCausalLM' is not supported"):
-        load_model(_broken(tmp_path / "a", qwen2_folder, architectures=["MambaForCausalLM"]))
-    with pytest.raises(ModelError, match="rope scaling 'yarn' is not supported"):
-        load_model(_broken(tmp_path / "b", qwen2_folder, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}))
-    with pytest.raises(ModelError, match="hidden_size"):
-        load_model(_broken(tmp_path / "c", qwen2_folder, hidden_size=-1))
-    with pytest.raises(ModelError, match="has shape"):
-        load_model(_broken(tmp_path / "d", qwen2_folder, intermediate_size=128))
-    with pytest.raises(ModelError, match=r"config\.json is missing"):
-        load_model(tmp_path)
-    missing = _broken(tmp_path / "e", qwen2_folder)
-    weights = load_file(missing / "model.safetensors")
-    del weights["model.layers.1.self_attn.k_proj.weight"]
-    save_file(weights, missing / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
-        load_model(missing)
-    cut = _broken(tmp_path / "f", qwen2_folder)
-    data = (cut / "model.safetensors").read_bytes()
-    (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ModelError, match="cut off"):
-        load_model(cut)
-
-
-def test_fingerprint_tells_weights_apart(qwen2_folder: Path, tmp_path: Path) -> None:
-    other = tmp_path / "m"
-    shutil.copytree(qwen2_folder, other)
-    assert fingerprint(other, "float32") == fingerprint(qwen2_folder, "float32")
-    weights = load_file(other / "model.safetensors")
-    weights["model.norm.weight"] += 1
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    assert fingerprint(other, "float32") != fingerprint(qwen2_folder, "float32")
-    assert fingerprint(qwen2_folder, "bfloat16") != fingerprint(qwen2_folder, "float32")
+def test_smollm2_text_becomes_the_ids_of_its_own_tokenizer() -> None:
+    tokenizer = Tokenizer.from_folder(resolve())
+    ids = {
+        "What is 2+2? 12345 3.14": [1780, 314, 216, 34, 27, 34, 47, 216, 33, 34, 35, 36, 37, 216, 35, 30, 33, 36],
+        "it's they'll WE'VE": [269, 506, 502, 3060, 26587, 23, 18525],
+        "  leading and   many    spaces  ": [216, 2899, 284, 256, 800, 333, 5600, 256],
+        "<|im_start|>user\nHi<|im_end|>\n": [1, 4093, 198, 26843, 2, 198],
+        "Grüße, naïve café — 東京": [
+            27302,
+            7170,
+            34878,
+            85,
+            28,
+            15486,
+            46494,
+            37366,
+            1841,
+            17097,
+            247,
+            126,
+            16736,
+            122,
+        ],
+    }
+    assert {text: tokenizer.encode_template(text) for text in ids} == ids
