@@ -66,9 +66,9 @@ def test_draws_follow_the_distribution(temperature):
     logits = torch.full((1, VOCAB), -50.0)
     logits[0, [10, 500, 999]] = torch.tensor([0.0, 1.0, 2.0])
     expected = torch.softmax(torch.tensor([0.0, 1.0, 2.0]) / temperature, 0)
-    counts = Counter(draws(logits, 4000, temperature=temperature, seed=11))
+    counts = Counter(draws(logits, 2000, temperature=temperature, seed=11))
     for token, probability in zip([10, 500, 999], expected.tolist(), strict=True):
-        assert counts[token] / 4000 == pytest.approx(probability, abs=0.03)
+        assert counts[token] / 2000 == pytest.approx(probability, abs=0.04)
 
 
 def survivors(logits, top_k=0, top_p=1.0, min_p=0.0):
@@ -98,11 +98,11 @@ def survivors(logits, top_k=0, top_p=1.0, min_p=0.0):
 def test_filters_leave_what_they_should(filters, scale):
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * scale
     expected = survivors(logits[0], **{**filters, "top_k": min(filters.get("top_k", 0), VOCAB)})
-    drawn = set(draws(logits, 3000, temperature=1.0, seed=5, **filters))
+    drawn = set(draws(logits, 600, temperature=1.0, seed=5, **filters))
     assert drawn <= expected
     if len(expected) <= 30:
         probability = torch.softmax(logits[0][list(expected)], 0)
-        assert len(drawn) >= int((probability > 0.01).sum())
+        assert len(drawn) >= int((probability > 0.03).sum())
 
 
 def test_temperature_near_zero_is_greedy_and_leaves_no_overflow():
