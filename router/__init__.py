@@ -1,1 +1,5 @@
-"""Routing as pure logic: which worker holds which blocks, what load is booked, where a request goes. No sockets, no torch."""
+"""The router: which worker holds which blocks, what load is booked, where a request goes.
+
+What belongs here: pure logic that a test can call with numbers. What does not: sockets, processes and torch;
+`services.router` is the process around it.
+"""

@@ -1,1 +1,1 @@
-"""Generated from `proto/`; `make proto` writes these files again."""
+"""The gRPC stubs, generated from `proto/`. Nothing here is written by hand; `make proto` writes it all again."""
