@@ -22,6 +22,7 @@ from services.gateway.errors import context_length_exceeded, invalid, model_not_
 from services.gateway.formats import ChatFormat, CompletionFormat, Format, Head
 from services.gateway.generation import Generation, Plan, Running
 from services.gateway.openai_types import ChatRequest, CompletionRequest
+from services.gateway.prompts import check_messages, check_prompts
 from services.gateway.validation import Options
 from services.rpc import cluster_pb2
 
@@ -60,7 +61,7 @@ class Intake:
         request = validation.decode(body, self._completion)
         card, room = self._card(request.model)
         options = validation.completion_options(request, self._text.vocab_size)
-        prompts = validation.check_prompts(request, options.n, self._text.vocab_size, room)
+        prompts = check_prompts(request, options.n, self._text.vocab_size, room)
 
         async def tokenise() -> Generation:
             ids = [prompt if isinstance(prompt, list) else await self._encode(prompt) for prompt in prompts]
@@ -77,7 +78,7 @@ class Intake:
         request = validation.decode(body, self._chat)
         card, room = self._card(request.model)
         options = validation.chat_options(request, self._text.vocab_size)
-        messages = validation.check_messages(request, room)
+        messages = check_messages(request, room)
         template = self._text.template
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")

@@ -18,6 +18,7 @@ from services.config import GatewayConfig
 from services.gateway.access import Access, ApiKeys
 from services.gateway.app import build_app
 from services.gateway.generation import Running
+from services.gateway.http_protocol import BoundedHttpProtocol
 from services.gateway.intake import Intake, TextModel
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placements
@@ -61,7 +62,7 @@ async def serve(config: GatewayConfig) -> None:
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=BoundedHttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

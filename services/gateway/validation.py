@@ -13,27 +13,9 @@ from typing import TypeVar
 import msgspec
 
 from engine.request import SamplingParams
-from services.gateway.errors import ApiError, invalid, not_offered
+from services.gateway.errors import invalid, not_offered
+from services.gateway.limits import LIMITS, between, check_encodable, check_ids, within
 from services.gateway.openai_types import ChatRequest, CompletionRequest, SamplingFields
-
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Upper bounds of one request."""
-
-    choices: int = 128
-    prompts: int = 256
-    sequences: int = 1024  # prompts x choices
-    messages: int = 10_000
-    stops: int = 16
-    stop_chars: int = 1024
-    stop_token_ids: int = 256
-    logit_bias: int = 1024
-    logprobs: int = 20
-    salt_chars: int = 256
-    chars_per_token: int = 64  # a prompt with more characters a token of context cannot be meant seriously
-
-
-LIMITS = Limits()
 
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
@@ -82,9 +64,9 @@ def completion_options(request: CompletionRequest, vocab_size: int) -> Options:
     if request.suffix:
         raise not_offered("suffix", "Insertion before a suffix")
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    _between("max_tokens", max_tokens, 0, _INT32)
+    between("max_tokens", max_tokens, 0, _INT32)
     if request.logprobs is not None:
-        _between("logprobs", request.logprobs, 0, LIMITS.logprobs)
+        between("logprobs", request.logprobs, 0, LIMITS.logprobs)
     return _options(request, max_tokens, request.logprobs, bool(request.echo), vocab_size)
 
 
@@ -109,10 +91,10 @@ def chat_options(request: ChatRequest, vocab_size: int) -> Options:
     param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens: int | None = getattr(request, param)
     if max_tokens is not None:
-        _between(param, max_tokens, 1, _INT32)
+        between(param, max_tokens, 1, _INT32)
     logprobs = None
     if request.top_logprobs is not None:
-        _between("top_logprobs", request.top_logprobs, 0, LIMITS.logprobs)
+        between("top_logprobs", request.top_logprobs, 0, LIMITS.logprobs)
         if not request.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     if request.logprobs:
@@ -120,99 +102,11 @@ def chat_options(request: ChatRequest, vocab_size: int) -> Options:
     return _options(request, max_tokens, logprobs, False, vocab_size)
 
 
-def check_prompts(request: CompletionRequest, n: int, vocab_size: int, max_model_len: int) -> list[str | list[int]]:
-    """The prompts of a completions request, each a text or token ids."""
-    prompt = request.prompt
-    prompts: list[str | list[int]]
-    if isinstance(prompt, str):
-        prompts = [prompt]
-    elif prompt and all(isinstance(item, int) for item in prompt):
-        prompts = [[item for item in prompt if isinstance(item, int)]]
-    else:
-        prompts = [item for item in prompt if not isinstance(item, int)]
-        if len(prompts) != len(prompt) or len({type(item) for item in prompts}) > 1:
-            raise invalid("prompt mixes texts and token ids; send one kind", "prompt")
-    if not prompts or not all(prompts):
-        raise invalid("prompt is empty; send at least one character or token", "prompt", "empty_prompt")
-    if len(prompts) > LIMITS.prompts:
-        raise invalid(f"prompt has {len(prompts)} entries; at most {LIMITS.prompts} are allowed", "prompt")
-    if len(prompts) * n > LIMITS.sequences:
-        raise invalid(f"{len(prompts)} prompts x n={n} is more than {LIMITS.sequences} choices", "n")
-    for item in prompts:
-        if isinstance(item, str):
-            check_text("prompt", item, max_model_len)
-        else:
-            _check_ids("prompt", item, vocab_size)
-    return prompts
-
-
-def check_messages(request: ChatRequest, max_model_len: int) -> list[dict[str, str]]:
-    """The conversation as the chat template takes it: roles and texts.
-
-    The texts of several parts are joined by newlines. The role `developer` is `system` by its newer name.
-    """
-    if not request.messages:
-        raise invalid("messages is empty; send at least one message", "messages", "empty_prompt")
-    if len(request.messages) > LIMITS.messages:
-        raise invalid(f"messages has more than {LIMITS.messages} entries", "messages")
-    conversation = []
-    room = max_model_len * LIMITS.chars_per_token
-    for i, message in enumerate(request.messages):
-        where = f"messages[{i}]"
-        if message.role in ("tool", "function") or message.tool_calls or message.function_call:
-            raise not_offered(where, "Tool calling")
-        if message.audio:
-            raise not_offered(f"{where}.audio", "Audio")
-        if message.role not in ("system", "developer", "user", "assistant"):
-            raise invalid("role must be one of system, developer, user, assistant", f"{where}.role")
-        if isinstance(message.content, list):
-            for j, part in enumerate(message.content):
-                if part.type != "text":
-                    raise invalid("only content parts of type `text` are offered", f"{where}.content[{j}].type")
-                if part.text is None:
-                    raise invalid("a part of type `text` needs the field text", f"{where}.content[{j}].text")
-            text = "\n".join(part.text or "" for part in message.content)
-        elif message.content is None and message.role != "assistant":
-            raise invalid("content is missing", f"{where}.content")
-        else:
-            text = message.content or ""
-        check_text("messages", text, max_model_len)
-        room -= len(text)
-        role = "system" if message.role == "developer" else message.role
-        conversation.append({"role": role, "content": text})
-    if room < 0:
-        raise _too_many_chars("messages", max_model_len)
-    return conversation
-
-
-def check_text(param: str, text: str, max_model_len: int) -> None:
-    """A text that can be encoded and is not far too long for the context."""
-    if len(text) > max_model_len * LIMITS.chars_per_token:
-        raise _too_many_chars(param, max_model_len)
-    _check_encodable(param, text)
-
-
-def _check_encodable(param: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise invalid(f"{param} has half of a surrogate pair, which is no Unicode text", param) from None
-
-
-def _too_many_chars(param: str, max_model_len: int) -> ApiError:
-    return invalid(
-        f"{param} has more than {max_model_len * LIMITS.chars_per_token} characters; "
-        f"the model's context is {max_model_len} tokens",
-        param,
-        "context_length_exceeded",
-    )
-
-
 def _options(
     request: SamplingFields, max_tokens: int | None, logprobs: int | None, echo: bool, vocab_size: int
 ) -> Options:
     """What completions and chat have in common."""
-    n = _within("n", request.n, 1, 1, LIMITS.choices)
+    n = within("n", request.n, 1, 1, LIMITS.choices)
     if request.best_of not in (None, n):
         raise invalid("best_of must be equal to n, or left out", "best_of", "unsupported")
     if request.use_beam_search:
@@ -223,30 +117,30 @@ def _options(
         raise invalid("stream_options is only allowed with stream=true", "stream_options")
     prompt_logprobs = request.prompt_logprobs
     if prompt_logprobs is not None:
-        _between("prompt_logprobs", prompt_logprobs, 0, LIMITS.logprobs)
+        between("prompt_logprobs", prompt_logprobs, 0, LIMITS.logprobs)
         if request.stream:
             raise invalid("prompt_logprobs is only allowed with stream=false", "prompt_logprobs")
-    min_tokens = _within("min_tokens", request.min_tokens, 0, 0, _INT32)
+    min_tokens = within("min_tokens", request.min_tokens, 0, 0, _INT32)
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid(f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}", "min_tokens")
     seed = secrets.randbits(63) if request.seed is None else request.seed
-    _between("seed", seed, -_INT64 - 1, _INT64)
-    top_k = _within("top_k", request.top_k, 0, -1, _INT32)
+    between("seed", seed, -_INT64 - 1, _INT64)
+    top_k = within("top_k", request.top_k, 0, -1, _INT32)
     if request.cache_salt is not None:
         if not 0 < len(request.cache_salt) <= LIMITS.salt_chars:
             raise invalid(f"cache_salt must have 1 to {LIMITS.salt_chars} characters", "cache_salt")
-        _check_encodable("cache_salt", request.cache_salt)
+        check_encodable("cache_salt", request.cache_salt)
     of_prompt = [count for count in (prompt_logprobs, logprobs if echo else None) if count is not None]
     sampling = SamplingParams(
         max_tokens=0,  # known when the prompt is
         min_tokens=min_tokens,
-        temperature=_within("temperature", request.temperature, 1.0, 0.0, 100.0),
+        temperature=within("temperature", request.temperature, 1.0, 0.0, 100.0),
         top_k=max(top_k, 0),
-        top_p=_within("top_p", request.top_p, 1.0, 0.0, 1.0, above=True),
-        min_p=_within("min_p", request.min_p, 0.0, 0.0, 1.0),
-        repetition_penalty=_within("repetition_penalty", request.repetition_penalty, 1.0, 0.0, 100.0, above=True),
-        frequency_penalty=_within("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),
-        presence_penalty=_within("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
+        top_p=within("top_p", request.top_p, 1.0, 0.0, 1.0, above=True),
+        min_p=within("min_p", request.min_p, 0.0, 0.0, 1.0),
+        repetition_penalty=within("repetition_penalty", request.repetition_penalty, 1.0, 0.0, 100.0, above=True),
+        frequency_penalty=within("frequency_penalty", request.frequency_penalty, 0.0, -2.0, 2.0),
+        presence_penalty=within("presence_penalty", request.presence_penalty, 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(request, vocab_size),
         seed=seed % 2**64,
         stop_token_ids=_stop_token_ids(request, vocab_size),
@@ -268,7 +162,7 @@ def _options(
         skip_special_tokens=request.skip_special_tokens is not False,
         echo=echo,
         prompt_logprobs=prompt_logprobs,
-        priority=_within("priority", request.priority, 0, -_INT32, _INT32),
+        priority=within("priority", request.priority, 0, -_INT32, _INT32),
         cache_salt=request.cache_salt or "",
     )
 
@@ -280,7 +174,7 @@ def _stops(request: SamplingFields) -> tuple[str, ...]:
     for stop in stops:
         if not 0 < len(stop) <= LIMITS.stop_chars:
             raise invalid(f"each stop string must have 1 to {LIMITS.stop_chars} characters", "stop")
-        _check_encodable("stop", stop)
+        check_encodable("stop", stop)
     return tuple(stops)
 
 
@@ -288,7 +182,7 @@ def _stop_token_ids(request: SamplingFields, vocab_size: int) -> tuple[int, ...]
     ids = request.stop_token_ids or []
     if len(ids) > LIMITS.stop_token_ids:
         raise invalid(f"stop_token_ids has more than {LIMITS.stop_token_ids} entries", "stop_token_ids")
-    _check_ids("stop_token_ids", ids, vocab_size)
+    check_ids("stop_token_ids", ids, vocab_size)
     return tuple(ids)
 
 
@@ -300,27 +194,5 @@ def _logit_bias(request: SamplingFields, vocab_size: int) -> dict[int, float]:
     for key, value in given.items():
         if not re.fullmatch(r"[0-9]{1,10}", key) or int(key) >= vocab_size:
             raise invalid(f"logit_bias: keys are token ids from 0 to {vocab_size - 1}, not {key[:20]!r}", "logit_bias")
-        biases[int(key)] = _within("logit_bias", value, 0.0, -100.0, 100.0)
+        biases[int(key)] = within("logit_bias", value, 0.0, -100.0, 100.0)
     return biases
-
-
-def _check_ids(param: str, ids: list[int], vocab_size: int) -> None:
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        raise invalid(f"{param}: token ids must be from 0 to {vocab_size - 1}", param)
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _within(
-    param: str, value: Number | None, default: Number, low: Number, high: Number, *, above: bool = False
-) -> Number:
-    """The value, or the default where there is none. `above`: `low` itself is not allowed."""
-    value = default if value is None else value
-    _between(param, value, low, high, above=above)
-    return value
-
-
-def _between(param: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    if not low <= value <= high or (above and value == low):
-        raise invalid(f"{param} must be {'above' if above else 'at least'} {low} and at most {high}", param)

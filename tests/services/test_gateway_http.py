@@ -1,6 +1,7 @@
 """The gateway as its clients see it: a real cluster of processes around a very small model with random weights."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import shutil
@@ -279,6 +280,19 @@ def test_too_long(client: httpx.Client) -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert complete(client, prompt="word " * 100_000).status_code == 400
+
+
+def test_headers_are_bounded(processes: Processes) -> None:
+    host, port = processes.url.removeprefix("http://").split(":")
+    for piece in (b"x-long: " + b"a" * 4000, b"x: y\r\n" * 500):
+        with socket.create_connection((host, int(port)), timeout=10) as raw:
+            raw.sendall(b"GET /live HTTP/1.1\r\n")
+            with contextlib.suppress(OSError):  # it is closed while we send
+                for _ in range(1000):
+                    raw.sendall(piece)
+            with contextlib.suppress(ConnectionResetError):
+                assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
+    assert httpx.get(processes.url + "/live").status_code == 200
 
 
 def test_errors_in_openai_shape(client: httpx.Client) -> None:

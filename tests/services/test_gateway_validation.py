@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from services.gateway import validation
+from services.gateway import prompts, validation
 from services.gateway.errors import ApiError
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.gateway.validation import Options
@@ -20,7 +20,7 @@ def completion(**fields: object) -> Options:
     body = json.dumps({"model": "m", "prompt": "x"} | fields).encode()
     request = validation.decode(body, COMPLETION)
     options = validation.completion_options(request, VOCABULARY)
-    validation.check_prompts(request, options.n, VOCABULARY, CONTEXT)
+    prompts.check_prompts(request, options.n, VOCABULARY, CONTEXT)
     return options
 
 
@@ -28,7 +28,7 @@ def chat(**fields: object) -> Options:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}]} | fields).encode()
     request = validation.decode(body, CHAT)
     options = validation.chat_options(request, VOCABULARY)
-    validation.check_messages(request, CONTEXT)
+    prompts.check_messages(request, CONTEXT)
     return options
 
 
@@ -122,7 +122,7 @@ def test_bad_values_of_chat(param: str, fields: dict[str, object]) -> None:
 def test_malformed_bodies(body: bytes) -> None:
     with pytest.raises(ApiError) as raised:
         request = validation.decode(body, COMPLETION)
-        validation.check_prompts(request, 1, VOCABULARY, CONTEXT)
+        prompts.check_prompts(request, 1, VOCABULARY, CONTEXT)
     assert raised.value.status == 400
 
 
@@ -158,14 +158,14 @@ def test_good_values() -> None:
 
 
 def test_prompts_and_messages() -> None:
-    def prompts(prompt: object) -> list[str | list[int]]:
+    def checked(prompt: object) -> list[str | list[int]]:
         request = validation.decode(json.dumps({"model": "m", "prompt": prompt}).encode(), COMPLETION)
-        return validation.check_prompts(request, 1, VOCABULARY, CONTEXT)
+        return prompts.check_prompts(request, 1, VOCABULARY, CONTEXT)
 
-    assert prompts("a") == ["a"]
-    assert prompts(["a", "b"]) == ["a", "b"]
-    assert prompts([1, 2]) == [[1, 2]]
-    assert prompts([[1], [2, 3]]) == [[1], [2, 3]]
+    assert checked("a") == ["a"]
+    assert checked(["a", "b"]) == ["a", "b"]
+    assert checked([1, 2]) == [[1, 2]]
+    assert checked([[1], [2, 3]]) == [[1], [2, 3]]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
         {"role": "developer", "content": "d"},
@@ -173,7 +173,7 @@ def test_prompts_and_messages() -> None:
         {"role": "assistant", "content": None},
     ]
     request = validation.decode(json.dumps({"model": "m", "messages": messages}).encode(), CHAT)
-    assert validation.check_messages(request, CONTEXT) == [
+    assert prompts.check_messages(request, CONTEXT) == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": ""},
