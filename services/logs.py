@@ -16,7 +16,12 @@ def configure(level: str, style: str) -> None:
         structlog.processors.TimeStamper(fmt="iso" if style == "json" else "%H:%M:%S"),
     ]
     renderer: Any = (
-        structlog.processors.JSONRenderer() if style == "json" else structlog.dev.ConsoleRenderer(colors=False)
+        structlog.processors.JSONRenderer()
+        if style == "json"
+        else structlog.dev.ConsoleRenderer(
+            colors=False,
+            exception_formatter=structlog.dev.plain_traceback,  # others print local variables: prompts and keys
+        )
     )
     structlog.configure(
         processors=[*shared, structlog.processors.format_exc_info, renderer]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,8 +52,9 @@ class Link:
     call: grpc.aio.StreamStreamCall[transfer_pb2.ReceiverFrame, transfer_pb2.SenderFrame]
     connector: ReceiverConnector
     sender: SenderIdentity
-    outbox: asyncio.Queue[transfer_pb2.ReceiverFrame] = field(default_factory=asyncio.Queue)
+    outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None]  # None ends the stream
     transfers: dict[str, Receiving] = field(default_factory=dict)
+    reader: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ class KvReceiver:
         try:
             link = await self._link(prefill)
             reservation = await self._reserve(request)
-        except (LinkLost, TimeoutError) as error:
+        except Exception as error:  # whatever it is, the request can still be computed here
             log.warning("prefill goes local", request=key, reason=str(error) or "no room for the KV in time")
             self._metrics.transfers.labels("recomputed").inc()
             await self._engine.call(lambda: engine.add(request))
@@ -207,14 +209,9 @@ class KvReceiver:
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = asyncio.get_running_loop().create_task(self._open(peer))
             self._links[peer.incarnation] = task
-        try:
-            return await asyncio.shield(task)
-        except grpc.aio.AioRpcError as error:
-            raise LinkLost(f"{peer.name}: {error.details()}") from error
+        return await asyncio.shield(task)
 
     async def _open(self, peer: router_pb2.Endpoint) -> Link:
-        channel = make_channel(peer.address, self._key)
-        call = transfer_pb2_grpc.TransferStub(channel).Connect()
         hello = transfer_pb2.ReceiverHello(
             incarnation=self._incarnation,
             name=self._name,
@@ -225,9 +222,12 @@ class KvReceiver:
                 for connector in self._connectors
             ],
         )
+        outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
+        outbox.put_nowait(transfer_pb2.ReceiverFrame(hello=hello))
+        channel = make_channel(peer.address, self._key)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                await call.write(transfer_pb2.ReceiverFrame(hello=hello))
+                call = transfer_pb2_grpc.TransferStub(channel).Connect(_frames(outbox))
                 answer = await call.read()
         except (TimeoutError, grpc.aio.AioRpcError) as error:
             await channel.close()
@@ -242,20 +242,9 @@ class KvReceiver:
         connector = next(c for c in self._connectors if c.capabilities.kind == answer.hello.connector)
         sender = SenderIdentity(peer.incarnation, answer.hello.boot_id, answer.hello.pid, answer.hello.start_ticks)
         log.info("linked", peer=peer.name, connector=answer.hello.connector, reason=answer.hello.reason)
-        link = Link(peer, channel, call, connector, sender)
-        loop = asyncio.get_running_loop()
-        reader = loop.create_task(self._read(link))
-        writer = loop.create_task(self._write(link))
-        reader.add_done_callback(lambda _: writer.cancel())
+        link = Link(peer, channel, call, connector, sender, outbox)
+        link.reader = asyncio.get_running_loop().create_task(self._read(link))
         return link
-
-    async def _write(self, link: Link) -> None:
-        while True:
-            frame = await link.outbox.get()
-            try:
-                await link.call.write(frame)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader tells everybody
 
     async def _read(self, link: Link) -> None:
         reason = "the stream ended"
@@ -268,6 +257,7 @@ class KvReceiver:
             reason = "closed"
         log.info("link lost", peer=link.peer.name, reason=reason)
         self._links.pop(link.peer.incarnation, None)
+        link.outbox.put_nowait(None)
         now = time.monotonic()
         for receiving in list(link.transfers.values()):
             self._carry_out(receiving, receiving.machine.on_peer_lost(now))
@@ -355,3 +345,10 @@ class KvReceiver:
             await asyncio.sleep(0.005)
             ok = await asyncio.to_thread(matches)
         self._carry_out(receiving, receiving.machine.verified(ok, time.monotonic()))
+
+
+async def _frames(
+    outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None],
+) -> AsyncIterator[transfer_pb2.ReceiverFrame]:
+    while (frame := await outbox.get()) is not None:
+        yield frame
