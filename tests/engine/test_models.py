@@ -30,7 +30,7 @@ class Alone:
         return (q + k.repeat_interleave(repeats, 1)) * v.repeat_interleave(repeats, 1)
 
 
-@pytest.fixture(params=[1, 2, 3, 5, 7])
+@pytest.fixture(params=[1, 2, 7])
 def threads(request: pytest.FixtureRequest):
     """Thread counts that divide rows evenly and ones that do not."""
     before = torch.get_num_threads()
