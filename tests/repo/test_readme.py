@@ -67,16 +67,17 @@ def running(command: str, log: Path) -> Iterator[str]:
         process.stdout.close()
 
 
-class TestCluster:
-    @pytest.fixture(scope="class")
-    def port(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-        port = free_port()
-        (command,) = MAKE_UP
-        log = tmp_path_factory.mktemp("readme") / "log"
-        with running(f'{command.strip()} ARGS="--port {port}"', log) as url:
-            assert url == f"http://127.0.0.1:{port}"
-            yield port
+@pytest.fixture(scope="class")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """HTTP port of the cluster that `make up` starts."""
+    port = free_port()
+    (command,) = MAKE_UP
+    with running(f'{command.strip()} ARGS="--port {port}"', tmp_path_factory.mktemp("readme") / "log") as url:
+        assert url == f"http://127.0.0.1:{port}"
+        yield port
 
+
+class TestCluster:
     @pytest.mark.parametrize("command", COMMANDS)
     def test_command(self, port: int, command: str) -> None:
         command = command.replace("8000", str(port)).replace("8001", str(free_port()))
@@ -107,8 +108,8 @@ def assert_streamed(output: str) -> None:
     events = [line.removeprefix("data: ") for line in output.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
-    assert "".join(choice["delta"].get("content") or "" for choice in choices).strip()
-    assert choices[-1]["finish_reason"] in ("stop", "length")
+    assert "Paris" in "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert choices[-1]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("command", TANDEM_UP)
