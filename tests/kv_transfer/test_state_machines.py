@@ -475,6 +475,25 @@ def test_blocks_stay_aside_until_the_writer_says_that_it_stopped(last: AbortAck 
     assert receiver.on_message(last, 51) == [] and receiver.on_fenced() == []
 
 
+def test_prefill_worker_lost_in_the_middle_may_still_write() -> None:
+    receiver = rx.ReceiverTransfer(ORDER, deadline=100)
+    receiver.start(0)
+    actions = receiver.on_peer_lost(1)
+    assert [type(action) for action in actions] == [rx.Detach, rx.Send]
+    assert isinstance(actions[0], rx.Detach) and actions[0].recompute
+    assert receiver.on_fenced() == [rx.ReleaseBlocks()]
+
+
+def test_failure_is_told_only_after_the_push_stopped() -> None:
+    sender = tx.SenderTransfer(ORDER, 0)
+    sender.start(0)
+    assert sender.failed("no memory") == [tx.StopPushing()]
+    assert sender.on_peer_lost() == []
+    assert sender.stopped() == [tx.Reply(Failed("r/0", "no memory")), tx.Release()]
+    lost = tx.SenderTransfer(ORDER, 0)
+    assert lost.on_peer_lost() == [tx.StopPushing()]
+
+
 def test_silence_and_the_deadline_both_end_the_wait() -> None:
     silent = rx.ReceiverTransfer(ORDER, deadline=100)
     silent.start(0)
@@ -563,6 +582,8 @@ def test_table_is_bounded() -> None:
         table.on_message("d0", make_order(f"r{i}/0", [REF]), 0)
         table.on_message("d0", Abort(f"x{i}/0", "x"), 0)
     assert len(table) == 2 and table.num_tombstones == 5
+    table.on_tick(60)
+    assert table.num_tombstones == 0
     _, actions = table.on_message("d0", make_order("more/0", [REF]), 0)
     assert isinstance(actions[0], tx.Reply) and isinstance(actions[0].message, Failed)
     assert table.on_message("d0", Renew("unknown/0", 5), 0) == table.on_message("d0", Commit("u/0"), 0) == (None, [])
