@@ -50,6 +50,7 @@ class ClusterState:
         self._callbacks: list[Change] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._own: cluster_pb2.Member | None = None
+        self._closing = False
         self.connected = False
 
     async def connect(self, timeout: float = 10.0) -> None:
@@ -90,17 +91,20 @@ class ClusterState:
             await self._beat()
 
     async def close(self) -> None:
-        """Says goodbye and disconnects."""
+        """Says goodbye and disconnects, within a few seconds whatever the server does."""
+        self._closing = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._own is not None:
-            with contextlib.suppress(*_ERRORS):
-                await self._redis.delete(self._prefix + self._own.incarnation)
-                await self._redis.publish(self._channel, self._own.incarnation)
+        if self._tasks:
+            # A client library may turn a cancellation into its own timeout: the loops look at `_closing`, too.
+            await asyncio.wait(self._tasks, timeout=1.0)
         with contextlib.suppress(*_ERRORS):
-            await self._redis.aclose()
-            await self._listener.aclose()
+            async with asyncio.timeout(2.0):
+                if self._own is not None:
+                    await self._redis.delete(self._prefix + self._own.incarnation)
+                    await self._redis.publish(self._channel, self._own.incarnation)
+                await self._redis.aclose()
+                await self._listener.aclose()
 
     # Writing
 
@@ -126,7 +130,7 @@ class ClusterState:
             await pipe.execute()
 
     async def _keep_registered(self) -> None:
-        while True:
+        while not self._closing:
             await asyncio.sleep(_BEAT_SECONDS * random.uniform(0.8, 1.2))
             with contextlib.suppress(*_ERRORS):
                 await self._beat()
@@ -135,7 +139,7 @@ class ClusterState:
 
     async def _watch(self) -> None:
         """Compares the whole view once a second: whatever a lost message hid is seen here."""
-        while True:
+        while not self._closing:
             await asyncio.sleep(_RESYNC_SECONDS * random.uniform(0.8, 1.2))
             try:
                 await self._resync()
@@ -164,7 +168,7 @@ class ClusterState:
 
     async def _listen(self) -> None:
         """News between two resyncs."""
-        while True:
+        while not self._closing:
             try:
                 async with self._listener.pubsub() as pubsub:
                     await pubsub.subscribe(self._channel)

@@ -34,7 +34,7 @@ def secure(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, key: ClusterKey | Non
 
 def pull_socket(host: str, key: ClusterKey | None) -> tuple[zmq.asyncio.Socket, str]:
     """Receives from many pushers (asyncio). Bound to a free port of `host`; with its address `tcp://host:port`."""
-    socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
+    socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.PULL)
     _prepare(socket, key, server=True)
     port = socket.bind_to_random_port(f"tcp://{host}")
     return socket, f"tcp://{host}:{port}"
@@ -58,7 +58,7 @@ def pub_socket(host: str, key: ClusterKey | None) -> tuple[zmq.Socket[bytes], st
 
 def sub_socket(address: str, topic: bytes, key: ClusterKey | None) -> zmq.asyncio.Socket:
     """Receives what the publisher at `address` sends under `topic` (asyncio). Reconnects by itself."""
-    socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
+    socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
     _prepare(socket, key, server=False)
     socket.setsockopt(zmq.SUBSCRIBE, topic)
     socket.connect(address)
