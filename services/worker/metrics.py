@@ -41,6 +41,8 @@ class WorkerMetrics:
             "tandem_kv_blocks_orphaned", "KV blocks held for no request and no transfer", registry=registry
         )
         self.running = Gauge("tandem_worker_requests", "Requests on this worker by state", ["state"], registry=registry)
+        for source in ("computed", "local_cache", "transferred"):
+            self.prompt_tokens.labels(source)
         for outcome in ("committed", "recomputed", "aborted"):
             self.transfers.labels(outcome)
 
@@ -48,11 +50,12 @@ class WorkerMetrics:
         """Books one engine step."""
         self.steps.inc()
         self.step_seconds.observe(output.seconds)
-        computed = 0
         for entry in output.step.entries:
-            prompt = entry.sequence.num_prompt_tokens
-            computed += max(0, min(entry.end, prompt) - entry.start)
-        self.prompt_tokens.labels("computed").inc(computed)
+            sequence = entry.sequence
+            computed = max(0, min(entry.end, sequence.num_prompt_tokens) - entry.start)
+            self.prompt_tokens.labels("computed").inc(computed)
+            if computed and entry.start == sequence.num_cached_tokens:  # its first chunk
+                self.prompt_tokens.labels("local_cache").inc(entry.start)
         for item in output.outputs:
             self.generated_tokens.inc(len(item.token_ids))
 

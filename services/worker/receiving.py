@@ -320,10 +320,12 @@ class KvReceiver:
 
     def _committed(self, receiving: Receiving) -> None:
         now = time.monotonic()
-        link = receiving.link
         self._metrics.transfers.labels("committed").inc()
         num_bytes = len(receiving.blocks) * self._engine.engine.kv_cache.spec.block_bytes
-        self._metrics.transfer_bytes.labels(link.connector.capabilities.kind).inc(num_bytes)
+        self._metrics.transfer_bytes.labels(receiving.link.connector.capabilities.kind).inc(num_bytes)
+        order = receiving.machine.order
+        skipped = order.skip_blocks * self._engine.engine.kv_cache.spec.block_size
+        self._metrics.prompt_tokens.labels("transferred").inc(len(order.request.prompt_token_ids) - skipped)
         self._metrics.transfer_seconds.observe(now - receiving.started)
         if receiving.first_token_at is not None:
             self._metrics.exposed_seconds.observe(now - receiving.first_token_at)
