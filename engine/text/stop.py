@@ -4,7 +4,11 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Passes text on until one of `stop` appears; holds back only what may be the beginning of one."""
+    """Passes text on until one of `stop` is complete; holds back only what may be the beginning of one.
+
+    The stop string that is complete first wins, and of several that end together the longest: the outcome does not
+    depend on how the text was cut into pieces.
+    """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
         """`include`: the matched string is part of the output."""
@@ -15,11 +19,11 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that can go out, matched stop string). After a match nothing more may be pushed."""
         text = self._held + text
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found)
+            end, at, stop = min(found)
             self._held = ""
-            return text[: at + len(stop) if self._include else at], stop
+            return text[: end if self._include else at], stop
         hold = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], None
