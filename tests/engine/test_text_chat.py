@@ -207,10 +207,10 @@ def test_it_ends(source: str, short_time: None) -> None:
 
 
 def test_the_time_is_that_of_one_rendering(short_time: None) -> None:
-    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(n) %}{% endfor %}{% endfor %}")
+    template = ChatTemplate("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}")
     with pytest.raises(TemplateError, match="too long"):
         template.render([], n=99999)
-    assert template.render([], n=0) == ""
+    assert template.render([], n=3) == ""
 
 
 @pytest.mark.parametrize(
