@@ -42,7 +42,7 @@ def pull_socket(host: str, key: ClusterKey | None) -> tuple[zmq.asyncio.Socket, 
 
 def push_socket(address: str, key: ClusterKey | None) -> zmq.Socket[bytes]:
     """Sends to one puller; to be used with zmq.DONTWAIT. Reconnects by itself."""
-    socket = zmq.Context.instance().socket(zmq.PUSH)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     _prepare(socket, key, server=False)
     socket.connect(address)
     return socket
@@ -50,7 +50,7 @@ def push_socket(address: str, key: ClusterKey | None) -> zmq.Socket[bytes]:
 
 def pub_socket(host: str, key: ClusterKey | None) -> tuple[zmq.Socket[bytes], str]:
     """Publishes without ever blocking. Bound to a free port of `host`; with its address."""
-    socket = zmq.Context.instance().socket(zmq.PUB)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
     _prepare(socket, key, server=True)
     port = socket.bind_to_random_port(f"tcp://{host}")
     return socket, f"tcp://{host}:{port}"
