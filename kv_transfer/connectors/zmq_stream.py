@@ -311,9 +311,14 @@ class ZmqSender(SenderConnector):
             payload = rows.numpy().data.cast("B")
             checksum = xxhash.xxh3_64_intdigest(payload)
             header = _Header(_FORMAT, push.transfer_id, sequence, push.layer, push.blocks, checksum)
+            encoded = msgspec.msgpack.encode(header)
             while not push.dropped and not self._closing:
-                if self._socket.poll(_POLL_MS, zmq.POLLOUT):
-                    self._socket.send_multipart((msgspec.msgpack.encode(header), payload), copy=False)
-                    self.counters.bytes += len(payload)
-                    self._num_sent += 1
-                    break
+                self._socket.poll(_POLL_MS, zmq.POLLOUT)
+                try:
+                    # Must not block: the receiver may have gone since the poll, and nobody could stop this thread.
+                    self._socket.send_multipart((encoded, payload), zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    continue
+                self.counters.bytes += len(payload)
+                self._num_sent += 1
+                break

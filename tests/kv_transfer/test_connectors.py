@@ -343,6 +343,13 @@ def test_zmq_with_curve_keeps_strangers_out() -> None:
     refs = [BlockRef(INCARNATION, 0, 1)]
     receiver.expect("r/0", refs)
     source = torch.randn(cache.tensor.shape).to(torch.bfloat16)
+    for attempt in range(40):  # the connection goes at every moment of a send: the sender's thread must still end
+        stranger = ZmqSender(receiver.describe(), spec.layout, plain)
+        for layer in range(30):
+            stranger.push("r/0", layer % 3, -source, [1], refs)
+        time.sleep(0.001 * (attempt % 12))
+        stranger.stop("r/0")
+        stranger.close()
     stranger = ZmqSender(receiver.describe(), spec.layout, plain)
     friend = ZmqSender(receiver.describe(), spec.layout, curve)
     stranger.push("r/0", 0, -source, [1], refs)
