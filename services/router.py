@@ -14,12 +14,14 @@ import grpc
 import grpc.aio
 import msgspec
 import structlog
+import zmq
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.request import KvEventBatch
+from router.expected import ExpectedBlocks
 from router.feed import Feed, Verdict
 from router.index import BlockIndex
-from router.policy import Ask, Candidate, Decision, NoWorker, place
+from router.policy import Ask, Candidate, Decision, NoWorker, Way, place
 from router.reservations import Reservation, Reservations
 from services.cluster_state import ClusterState
 from services.config import RouterConfig
@@ -31,8 +33,12 @@ from services.zmq_sockets import sub_socket
 
 log = structlog.get_logger()
 
+_decoder = msgspec.msgpack.Decoder(KvEventBatch)
 _WORKER_ROLES = ("prefill", "decode", "aggregated")
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
+_MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
+_RETRY_SECONDS = 0.5  # between two snapshots that a worker does not give
+_SNAPSHOT_SECONDS = 5.0
 
 
 class RouterMetrics:
@@ -52,7 +58,11 @@ class RouterMetrics:
             ["kind"],
             registry=registry,
         )
-        self.placements = Counter("tandem_router_placements", "Placements by way", ["way"], registry=registry)
+        self.placements = Counter("tandem_router_placements", "Placements by reason", ["reason"], registry=registry)
+        for way in Way:
+            self.placements.labels(way.value)
+        for kind in ("predicted", "actual"):
+            self.overlap.labels(kind)
         self.resyncs = Counter("tandem_router_resyncs", "Snapshots taken of workers' caches", registry=registry)
         self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
         self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
@@ -67,8 +77,8 @@ class CacheWatcher:
         self._index = index
         self._metrics = metrics
         self._feed = Feed()
+        self._socket = sub_socket(member.events_address, b"kv", key)  # raises for a malformed address
         self._channel = make_channel(member.grpc_address, key)
-        self._socket = sub_socket(member.events_address, b"kv", key)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
@@ -76,37 +86,38 @@ class CacheWatcher:
         self._task.cancel()
 
     async def _run(self) -> None:
-        decoder = msgspec.msgpack.Decoder(KvEventBatch)
         try:
             while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
+                try:
                     if self._feed.sequence is None:
                         await self._resync()
-                    await self._follow(decoder)
-                await asyncio.sleep(0.5)
+                    await self._follow()
+                except (grpc.aio.AioRpcError, zmq.ZMQError) as error:
+                    log.debug("no snapshot of a worker's cache", worker=self._member.name, error=str(error))
+                    await asyncio.sleep(_RETRY_SECONDS)
         finally:
             self._socket.close(linger=0)
             await self._channel.close()
 
-    async def _follow(self, decoder: msgspec.msgpack.Decoder[KvEventBatch]) -> None:
-        while True:
+    async def _follow(self) -> None:
+        """Applies events up to the next gap."""
+        verdict = Verdict.IGNORE
+        while verdict is not Verdict.RESYNC:
             frames = await self._socket.recv_multipart()
             try:
-                batch = decoder.decode(frames[1])
+                batch = _decoder.decode(frames[1])
             except (msgspec.MsgspecError, IndexError):
                 log.warning("malformed KV events dropped", worker=self._member.name)
                 continue
             if batch.incarnation != self._member.incarnation:
                 continue
-            match self._feed.judge(batch.sequence):
-                case Verdict.APPLY:
-                    self._index.apply(batch.incarnation, batch.events)
-                case Verdict.RESYNC:
-                    await self._resync()
+            verdict = self._feed.judge(batch.sequence)
+            if verdict is Verdict.APPLY:
+                self._index.apply(batch.incarnation, batch.events)
 
     async def _resync(self) -> None:
         stub = worker_pb2_grpc.WorkerStub(self._channel)
-        snapshot = await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=5)
+        snapshot = await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=_SNAPSHOT_SECONDS)
         if snapshot.incarnation == self._member.incarnation:
             self._index.replace(snapshot.incarnation, snapshot.block_hashes)
             self._feed.snapshot(snapshot.sequence)
@@ -121,17 +132,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._config = config
         self._key = key
         self._index = BlockIndex()
+        self._expected = ExpectedBlocks()
         self._reservations = Reservations()
         self._workers: dict[str, cluster_pb2.Member] = {}
         self._watchers: dict[str, CacheWatcher] = {}
         self._rng = random.Random()
         self._turn = 0
-        for kind in ("predicted", "actual"):
-            self.metrics.overlap.labels(kind)
 
     def on_change(self, change: str, member: cluster_pb2.Member) -> None:
         """Follows the membership of workers."""
-        if member.role not in _WORKER_ROLES:
+        if member.role not in _WORKER_ROLES or not member.model.block_size:
             return
         incarnation = member.incarnation
         if change == "left":
@@ -139,13 +149,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if watcher := self._watchers.pop(incarnation, None):
                 watcher.stop()
             self._index.remove(incarnation)
+            self._expected.remove(incarnation)
             self._reservations.forget(incarnation)
         else:
+            if incarnation not in self._workers:
+                self._watch(member)
             self._workers[incarnation] = member
-            if incarnation not in self._watchers:
-                self._watchers[incarnation] = CacheWatcher(member, self._index, self._key, self.metrics)
         for role in _WORKER_ROLES:
             self.metrics.workers.labels(role).set(sum(m.role == role for m in self._workers.values()))
+
+    def _watch(self, member: cluster_pb2.Member) -> None:
+        try:
+            self._watchers[member.incarnation] = CacheWatcher(member, self._index, self._key, self.metrics)
+        except zmq.ZMQError as error:  # it is placed by its load and by what is expected of it
+            log.warning("a worker's KV events cannot be followed", worker=member.name, error=str(error))
 
     async def Place(
         self, request: router_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -154,10 +171,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         started = time.perf_counter()
         excluded = set(request.exclude_incarnations)
         members = [m for m in self._workers.values() if not m.draining and m.incarnation not in excluded]
-        prefixes = self._index.prefixes(request.block_hashes, [m.incarnation for m in members])
+        names = [m.incarnation for m in members]
+        cached = self._index.prefixes(request.block_hashes, names)
+        soon = self._index.prefixes_soon(request.block_hashes, names, self._expected)
         candidates = [
-            Candidate(m.incarnation, m.role, self._reservations.of(m.incarnation), prefixes[m.incarnation])
-            for m in members
+            Candidate(m.incarnation, m.role, self._reservations.of(m.incarnation), cached[name], soon[name])
+            for name, m in zip(names, members, strict=True)
         ]
         ask = Ask(
             prompt_tokens=request.prompt_tokens,
@@ -195,25 +214,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def tick(self, now: float) -> None:
         """Once a second: leases and gauges."""
         self._reservations.expire(now)
+        self._expected.expire(now)
         self.metrics.blocks.set(len(self._index))
         self.metrics.reservations.set(len(self._reservations))
 
     def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision) -> None:
+        now = time.monotonic()
         computing = decision.prefill or decision.decode
-        cached = computing.cached_blocks * ask.block_size
+        uncached = ask.uncached(computing.expected_blocks)
         self._reservations.reserve(
             request.request_id,
             request.attempt,
             Reservation(
                 decode=decision.decode.worker,
                 prefill=decision.prefill.worker if decision.prefill else None,
-                prefill_tokens=max(0, ask.prompt_tokens - cached),
+                prefill_tokens=uncached,
                 decode_tokens=ask.prompt_tokens + min(ask.max_tokens, 1 << 16),
-                expires=time.monotonic() + max(1.0, request.deadline_seconds) + _GRACE_SECONDS,
-                predicted_tokens=cached,
+                expires=now + min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,
+                predicted_tokens=max(0, ask.prompt_tokens - uncached),
             ),
         )
-        self.metrics.placements.labels("remote_prefill" if decision.prefill else "local_prefill").inc()
+        for worker in {decision.decode.worker, computing.worker}:
+            self._expected.expect(worker, request.block_hashes, now)
+        self.metrics.placements.labels(decision.way.value).inc()
 
     def _placement(self, decision: Decision) -> router_pb2.Placement:
         placement = router_pb2.Placement(

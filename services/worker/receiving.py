@@ -22,7 +22,7 @@ from engine.engine import Reservation
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
-from kv_transfer.messages import Abort, Order, ToSender
+from kv_transfer.messages import Order, ToSender
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
 from services.rpc_server import make_channel
@@ -267,13 +267,12 @@ class KvReceiver:
 
     def _on_frame(self, link: Link, frame: transfer_pb2.SenderFrame) -> None:
         receiving = link.transfers.get(frame.transfer_id)
-        if receiving is None:
-            if frame.WhichOneof("body") == "done":
-                # Over here already: lets the writer free its blocks before its lease ends.
-                self._send(link, Abort(frame.transfer_id, "not under way"))
-            return
         message = from_sender_frame(frame)
         if message is None:
+            return
+        if receiving is None:
+            for answer in rx.answer_unknown(message):
+                self._send(link, answer.message)
             return
         actions = receiving.machine.on_message(message, time.monotonic())
         if receiving.machine.first_token is not None and receiving.first_token_at is None:
@@ -288,6 +287,9 @@ class KvReceiver:
     def _carry_out(self, receiving: Receiving, actions: list[rx.Action]) -> None:
         engine = self._engine.engine
         key = receiving.machine.transfer_id
+        closed = receiving.machine.state is rx.ReceiverState.CLOSED and key in self._transfers
+        if closed:
+            receiving.link.connector.finish(key)  # before the blocks are handed to anybody else
         for action in actions:
             match action:
                 case rx.Send(message):
@@ -310,8 +312,7 @@ class KvReceiver:
                 case rx.ReleaseBlocks():
                     blocks, receiving.quarantine = receiving.quarantine, []
                     self._engine.post(partial(engine.release_blocks, blocks))
-        if receiving.machine.state is rx.ReceiverState.CLOSED and key in self._transfers:
-            receiving.link.connector.finish(key)
+        if closed:
             del self._transfers[key]
             receiving.link.transfers.pop(key, None)
 
@@ -343,7 +344,10 @@ class KvReceiver:
 
         deadline = time.monotonic() + _LATE_BYTES_SECONDS
         ok = await asyncio.to_thread(matches)
-        while not ok and not receiving.link.connector.capabilities.one_sided and time.monotonic() < deadline:
+        connector = receiving.link.connector
+        while not ok and not connector.capabilities.one_sided and time.monotonic() < deadline:
+            if connector.failure(receiving.machine.transfer_id) is not None:
+                break
             await asyncio.sleep(0.005)
             ok = await asyncio.to_thread(matches)
         self._carry_out(receiving, receiving.machine.verified(ok, time.monotonic()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +23,9 @@ from engine.sequence import Sequence
 from kv_transfer import sender as tx
 from kv_transfer.connectors.base import ConnectorError, SenderConnector
 from kv_transfer.connectors.selection import choose
-from kv_transfer.messages import Abort, AbortAck, Order
+from kv_transfer.messages import Failed, Order
 from kv_transfer.process_identity import identify
+from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import EngineThread
 from services.worker.token_publisher import TokenPublisher
@@ -33,19 +33,14 @@ from services.worker.transfer_wire import from_receiver_frame, to_sender_frame
 
 log = structlog.get_logger()
 
-_TOMBSTONES = 10_000
-
 
 @dataclass(slots=True)
 class Peer:
     """One decode worker and the stream from it."""
 
-    name: str
+    incarnation: str
     connector: SenderConnector
-    kind: str
     outbox: asyncio.Queue[transfer_pb2.SenderFrame | None] = field(default_factory=asyncio.Queue)
-    sending: dict[str, Sending] = field(default_factory=dict)
-    aborted: OrderedDict[str, None] = field(default_factory=OrderedDict)  # orders that must not start any more
 
 
 @dataclass(slots=True)
@@ -85,6 +80,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._open_connector = open_connector
         self._tokens = tokens
         self._forced = forced_connector
+        self._loop = asyncio.get_running_loop()
+        self._transfers = SenderTransfers()
         self._sending: dict[str, Sending] = {}
         self._exports: dict[str, Sending] = {}  # the same, for the engine thread
         self.draining = False
@@ -112,7 +109,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         except ConnectorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         log.info("linked", peer=hello.name, connector=kind, reason=reason)
-        peer = Peer(hello.name, connector, kind)
+        peer = Peer(hello.incarnation, connector)
         identity = self._identity
         yield transfer_pb2.SenderFrame(
             hello=transfer_pb2.SenderHello(
@@ -124,22 +121,22 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 start_ticks=identity.start_ticks,
             )
         )
-        reader = asyncio.get_running_loop().create_task(self._read(peer, request_iterator))
+        reader = self._loop.create_task(self._read(peer, request_iterator))
         try:
             while (frame := await peer.outbox.get()) is not None:
                 yield frame
         finally:
             reader.cancel()
-            for sending in list(peer.sending.values()):
+            for sending in [s for s in self._sending.values() if s.peer is peer]:
                 self._carry_out(sending, sending.machine.on_peer_lost())
-            while peer.sending:
-                await asyncio.sleep(0.01)  # pushes end before their mapping goes
+            while any(sending.peer is peer for sending in self._sending.values()):
+                await asyncio.sleep(0.01)  # pushes end before their connector goes
             await asyncio.to_thread(connector.close)
 
     def tick(self, now: float) -> None:
         """Leases; several times a second."""
-        for sending in list(self._sending.values()):
-            self._carry_out(sending, sending.machine.on_tick(now))
+        for _, machine, actions in self._transfers.on_tick(now):
+            self._carry_out(self._sending[machine.transfer_id], actions)
 
     def on_outputs(self, outputs: list[TokenOutput]) -> None:
         """First tokens go to the gateway and the decode worker at once; then the rest of the bytes is seen out."""
@@ -162,7 +159,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             )
             self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
-            asyncio.get_running_loop().create_task(self._see_out(sending))
+            self._loop.create_task(self._see_out(sending))
 
     def on_layer(self, layer: int, step: Step) -> None:
         """Engine thread: pushes what `step` has computed of this layer."""
@@ -174,6 +171,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 self._push(sending, entry.sequence, layer, entry.end)
             except ConnectorError as error:
                 sending.error = str(error)
+                self._loop.call_soon_threadsafe(self._push_failed, sending)
 
     def on_step_end(self, step: Step) -> None:
         """Engine thread: complete blocks need not be pushed again."""
@@ -192,6 +190,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             cache = self._engine.engine.kv_cache.tensor
             sending.peer.connector.push(order.transfer_id, layer, cache, sequence.block_ids[first:last], destination)
 
+    def _push_failed(self, sending: Sending) -> None:
+        log.warning("KV push failed", request=sending.machine.transfer_id, reason=sending.error)
+        self._carry_out(sending, sending.machine.failed(sending.error or "the push failed"))
+
     async def _see_out(self, sending: Sending) -> None:
         """After the last step of a prompt: flush, checksums, Done."""
         key = sending.machine.transfer_id
@@ -207,12 +209,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             return [xxhash.xxh3_64_intdigest(view) for view in views]
 
         try:
-            if sending.error is not None:
-                raise ConnectorError(sending.error)
             checksums = await asyncio.to_thread(flush_and_sum)
         except ConnectorError as error:
-            log.warning("KV push failed", request=key, reason=str(error))
-            self._carry_out(sending, sending.machine.failed(str(error)))
+            sending.error = str(error)
+            self._push_failed(sending)
         else:
             self._carry_out(sending, sending.machine.pushed(checksums, time.monotonic()))
 
@@ -227,23 +227,20 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         message = from_receiver_frame(frame)
         if message is None:
             return
-        now = time.monotonic()
-        sending = peer.sending.get(message.transfer_id)
-        if sending is not None:
-            self._carry_out(sending, sending.machine.on_message(message, now))
-        elif isinstance(message, Abort):
-            peer.aborted[message.transfer_id] = None
-            if len(peer.aborted) > _TOMBSTONES:
-                peer.aborted.popitem(last=False)
-            peer.outbox.put_nowait(to_sender_frame(AbortAck(message.transfer_id)))
-        elif isinstance(message, Order):
-            machine = tx.SenderTransfer(message, now)
-            if self.draining or message.transfer_id in peer.aborted or message.transfer_id in self._sending:
-                peer.outbox.put_nowait(to_sender_frame(AbortAck(message.transfer_id)))
-                return
-            sending = Sending(machine, peer)
-            self._sending[message.transfer_id] = peer.sending[message.transfer_id] = sending
-            self._carry_out(sending, machine.start(now))
+        if isinstance(message, Order) and (self.draining or message.transfer_id in self._sending):
+            reason = "the prefill worker is draining" if self.draining else "the transfer is under way already"
+            peer.outbox.put_nowait(to_sender_frame(Failed(message.transfer_id, reason)))
+            return
+        machine, actions = self._transfers.on_message(peer.incarnation, message, time.monotonic())
+        if machine is None:
+            for action in actions:
+                if isinstance(action, tx.Reply):
+                    peer.outbox.put_nowait(to_sender_frame(action.message))
+            return
+        sending = self._sending.get(machine.transfer_id)
+        if sending is None:
+            sending = self._sending[machine.transfer_id] = Sending(machine, peer)
+        self._carry_out(sending, actions)
 
     def _carry_out(self, sending: Sending, actions: list[tx.SenderAction]) -> None:
         engine = self._engine.engine
@@ -255,13 +252,13 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 case tx.StartPrefill():
                     self._engine.post(lambda: self._begin(key, sending))
                 case tx.StopPushing():
-                    asyncio.get_running_loop().create_task(self._stop(sending))
+                    self._loop.create_task(self._stop(sending))
                 case tx.Release():
                     self._exports.pop(key, None)
                     self._engine.post(lambda: engine.release(key))
         if sending.machine.state is tx.SenderState.CLOSED:
             self._sending.pop(key, None)
-            sending.peer.sending.pop(key, None)
+            self._transfers.forget_closed(sending.peer.incarnation, sending.machine, time.monotonic())
 
     def _begin(self, key: str, sending: Sending) -> None:
         """Engine thread."""
@@ -280,5 +277,5 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             engine.abort(key)
 
         await self._engine.call(stop)
-        await asyncio.to_thread(sending.peer.connector.flush, key)
+        await asyncio.to_thread(sending.peer.connector.stop, key)
         self._carry_out(sending, sending.machine.stopped())

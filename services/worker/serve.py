@@ -210,6 +210,7 @@ class Worker:
         await rpc.set_healthy(True)
         log.info("ready", role=config.role, address=rpc.address)
         ticker = asyncio.get_running_loop().create_task(self._tick(thread, rpc))
+        ticker.add_done_callback(self._ticker_done)
         await self._stop.wait()
         await self._drain(state, rpc)
         ticker.cancel()
@@ -230,10 +231,14 @@ class Worker:
         self._receiver.blocks_freed()
         self.metrics.count_step(output)
 
-    def _on_crash(self, error: Exception) -> None:
-        """The engine's loop failed: nothing here can be trusted any more, a new process starts clean."""
-        log.critical("the engine thread failed", error=repr(error), exc_info=error)
+    def _on_crash(self, error: BaseException) -> None:
+        """A loop that everything leans on failed: a new process starts clean."""
+        log.critical("the worker failed", error=repr(error), exc_info=error)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _ticker_done(self, ticker: asyncio.Task[None]) -> None:
+        if not ticker.cancelled() and (error := ticker.exception()) is not None:
+            self._on_crash(error)
 
     def _on_change(self, change: str, member: cluster_pb2.Member) -> None:
         if change == "left" and member.role == "gateway":
