@@ -12,14 +12,15 @@ class Verdict(Enum):
 
 
 class Feed:
-    """The events of one incarnation of one worker. Nothing is known until the first snapshot."""
+    """The events of one incarnation of one worker. Nothing is known until the first snapshot, nor after a gap."""
 
     def __init__(self) -> None:
-        self.sequence: int | None = None  # last one applied
+        self.sequence: int | None = None  # last one applied; None: a snapshot is needed
 
     def judge(self, sequence: int) -> Verdict:
         """What to do with batch `sequence`; the batch counts as applied if the answer is APPLY."""
         if self.sequence is None or sequence > self.sequence + 1:
+            self.sequence = None
             return Verdict.RESYNC
         if sequence <= self.sequence:
             return Verdict.IGNORE

@@ -5,9 +5,10 @@ leading hashes that the worker holds. Memory: about 250 bytes for a block on one
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from engine.request import BlockRemoved, BlockStored, CacheCleared, KvEvent
+from router.expected import ExpectedBlocks
 
 
 class BlockIndex:
@@ -15,7 +16,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._workers_of: defaultdict[bytes, set[str]] = defaultdict(set)
-        self._hashes_of: defaultdict[str, set[bytes]] = defaultdict(set)
+        self._hashes_of: dict[str, set[bytes]] = {}
 
     def apply(self, worker: str, events: Iterable[KvEvent]) -> None:
         """Books what a worker told."""
@@ -26,7 +27,7 @@ class BlockIndex:
                 case BlockRemoved(block_hashes):
                     for block_hash in block_hashes:
                         self._discard(worker, block_hash)
-                    self._hashes_of[worker].difference_update(block_hashes)
+                    self._hashes_of.get(worker, set()).difference_update(block_hashes)
                 case CacheCleared():
                     self.remove(worker)
 
@@ -42,15 +43,17 @@ class BlockIndex:
 
     def prefixes(self, hashes: Sequence[bytes], workers: Iterable[str]) -> dict[str, int]:
         """Leading blocks of the chain that each worker holds."""
-        found = dict.fromkeys(workers, 0)
-        alive = set(found)
-        for depth, block_hash in enumerate(hashes, start=1):
-            alive &= self._workers_of.get(block_hash, frozenset())
-            if not alive:
-                break
-            for worker in alive:
-                found[worker] = depth
-        return found
+        return _prefixes(hashes, workers, self.holders)
+
+    def prefixes_soon(
+        self, hashes: Sequence[bytes], workers: Iterable[str], expected: ExpectedBlocks
+    ) -> dict[str, int]:
+        """Leading blocks of the chain that each worker holds or is expected to hold."""
+        return _prefixes(hashes, workers, self.holders, expected.holders)
+
+    def holders(self, block_hash: bytes) -> Set[str]:
+        """Workers that hold a block."""
+        return self._workers_of.get(block_hash, frozenset())
 
     def num_blocks(self, worker: str) -> int:
         """Blocks known of a worker."""
@@ -61,7 +64,7 @@ class BlockIndex:
         return len(self._workers_of)
 
     def _add(self, worker: str, hashes: Iterable[bytes]) -> None:
-        own = self._hashes_of[worker]
+        own = self._hashes_of.setdefault(worker, set())
         for block_hash in hashes:
             own.add(block_hash)
             self._workers_of[block_hash].add(worker)
@@ -72,3 +75,16 @@ class BlockIndex:
             holders.discard(worker)
             if not holders:
                 del self._workers_of[block_hash]
+
+
+def _prefixes(hashes: Sequence[bytes], workers: Iterable[str], *sources: Callable[[bytes], Set[str]]) -> dict[str, int]:
+    """How far each worker follows the chain by any of `sources`."""
+    found = dict.fromkeys(workers, 0)
+    alive: Set[str] = found.keys()
+    for depth, block_hash in enumerate(hashes, start=1):
+        holders = [source(block_hash) for source in sources]
+        alive = {worker for worker in alive if any(worker in some for some in holders)}
+        if not alive:
+            break
+        found |= dict.fromkeys(alive, depth)
+    return found

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from router.reservations import Outstanding
 
@@ -15,6 +16,7 @@ class Candidate:
     role: str
     outstanding: Outstanding
     cached_blocks: int  # leading blocks of this request that it holds
+    expected_blocks: int  # that it holds or will hold soon, by the requests under way there; not less than the former
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +28,29 @@ class Ask:
     block_size: int
     local_prefill_only: bool = False
 
+    def uncached(self, blocks: int) -> int:
+        """Prompt tokens left to compute where that many leading blocks are cached; the last one always."""
+        return max(1, self.prompt_tokens - blocks * self.block_size)
+
+
+class Way(Enum):
+    """Who computes the prompt, and why."""
+
+    REMOTE = "remote prefill"
+    ASKED = "local prefill asked for"
+    AGGREGATED = "aggregated worker"
+    SHORT = "short uncached prompt"
+    ALONE = "no prefill worker"
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Workers of a request, by incarnation, and why."""
+    """Workers of a request, and why."""
 
     decode: Candidate
     prefill: Candidate | None
-    reason: str
+    way: Way
+    reason: str  # in words
 
 
 class NoWorker(Exception):
@@ -50,9 +67,12 @@ def _least_outstanding(candidate: Candidate, ask: Ask) -> float:
 
 def _prefix(candidate: Candidate, ask: Ask) -> float:
     """Tokens to compute before this request, and of this request: what is cached need not be computed."""
-    uncached = ask.prompt_tokens - candidate.cached_blocks * ask.block_size
     # A token kept for a running answer slows this request far less than one that is prefilled before it.
-    return candidate.outstanding.prefill_tokens + uncached + candidate.outstanding.decode_tokens / 8
+    return (
+        candidate.outstanding.prefill_tokens
+        + ask.uncached(candidate.expected_blocks)
+        + candidate.outstanding.decode_tokens / 8
+    )
 
 
 def _random(candidate: Candidate, ask: Ask) -> float:
@@ -88,19 +108,21 @@ def place(
         if not able or policy == ROUND_ROBIN:
             return able[turn % len(able)] if able else None
         costs = [POLICIES[policy](candidate, ask) for candidate in able]
-        return rng.choice([candidate for candidate, cost in zip(able, costs, strict=True) if cost <= min(costs)])
+        least = min(costs)
+        return rng.choice([candidate for candidate, cost in zip(able, costs, strict=True) if cost == least])
 
     decode = best(("decode", "aggregated"))
     if decode is None:
         raise NoWorker("no decode or aggregated worker is ready")
-    uncached = ask.prompt_tokens - decode.cached_blocks * ask.block_size
+    uncached = ask.uncached(decode.cached_blocks)  # what is still on its way there would be computed once more
+    chosen = f"{policy}: {decode.cached_blocks} blocks cached on the decode worker"
     if ask.local_prefill_only:
-        return Decision(decode, None, "local prefill asked for")
+        return Decision(decode, None, Way.ASKED, f"{chosen}; local prefill asked for")
     if decode.role == "aggregated":
-        return Decision(decode, None, f"{policy}: aggregated worker")
+        return Decision(decode, None, Way.AGGREGATED, f"{chosen}, an aggregated one")
     if uncached <= local_prefill_tokens:
-        return Decision(decode, None, f"{policy}: only {uncached} prompt tokens are not cached on the decode worker")
+        return Decision(decode, None, Way.SHORT, f"{chosen}; only {uncached} prompt tokens are left to compute")
     prefill = best(("prefill",))
     if prefill is None:
-        return Decision(decode, None, f"{policy}: no prefill worker is ready")
-    return Decision(decode, prefill, f"{policy}: {prefill.cached_blocks} blocks cached on the prefill worker")
+        return Decision(decode, None, Way.ALONE, f"{chosen}; no prefill worker is ready")
+    return Decision(decode, prefill, Way.REMOTE, f"{chosen}, {prefill.cached_blocks} on the prefill worker")

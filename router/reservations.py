@@ -1,6 +1,6 @@
 """Load that was given to workers and has not come back: booked when a request is placed, so that the next sees it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,12 @@ class Reservations:
         return len(over)
 
     def forget(self, worker: str) -> None:
-        """Ends all bookings on a worker that is gone."""
-        for request_id, attempt in [k for k, r in self._by_attempt.items() if worker in (r.decode, r.prefill)]:
-            self.release(request_id, attempt)
+        """Ends what is booked on a worker that is gone. Where it was to prefill, the decode worker now computes."""
+        for key, reservation in list(self._by_attempt.items()):
+            if reservation.decode == worker:
+                self.release(*key)
+            elif reservation.prefill == worker:
+                self.reserve(*key, replace(reservation, prefill=None))
         self._outstanding.pop(worker, None)
 
     def of(self, worker: str) -> Outstanding:

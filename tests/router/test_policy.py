@@ -1,101 +1,149 @@
-"""Placement as tables, and reservations that always balance."""
+"""Decisions on tables, and what holds for all of them."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy import Ask, Candidate, Decision, NoWorker, place
-from router.reservations import Outstanding, Reservation, Reservations
+from router.policy import POLICIES, ROUND_ROBIN, Ask, Candidate, Decision, NoWorker, Way, place
+from router.reservations import Outstanding
 
-ASK = Ask(prompt_tokens=160, max_tokens=50, block_size=16)
-
-
-def worker(name: str, role: str, *, prefill: int = 0, decode: int = 0, cached: int = 0) -> Candidate:
-    return Candidate(name, role, Outstanding(1, prefill, decode), cached)
+ASK = Ask(prompt_tokens=1000, max_tokens=100, block_size=16)
+ALL_POLICIES = [*POLICIES, ROUND_ROBIN]
 
 
-def decide(*candidates: Candidate, ask: Ask = ASK, policy: str = "prefix", turn: int = 0, local: int = 32) -> Decision:
-    rng = random.Random(1)
-    return place(ask, candidates, policy=policy, local_prefill_tokens=local, turn=turn, rng=rng)
+def worker(
+    name: str, role: str = "decode", *, prefill: int = 0, decode: int = 0, cached: int = 0, soon: int = 0
+) -> Candidate:
+    return Candidate(name, role, Outstanding(0, prefill, decode), cached, max(cached, soon))
 
 
-def test_nobody_decodes() -> None:
+def decide(*candidates: Candidate, ask: Ask = ASK, policy: str = "prefix", local: int = 32, turn: int = 0) -> Decision:
+    return place(ask, candidates, policy=policy, local_prefill_tokens=local, turn=turn, rng=random.Random(1))
+
+
+def names(decision: Decision) -> tuple[str, str | None]:
+    return decision.decode.worker, decision.prefill.worker if decision.prefill else None
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+@pytest.mark.parametrize("candidates", [[], [worker("p", "prefill")]])
+def test_nobody_to_decode(policy: str, candidates: list[Candidate]) -> None:
     with pytest.raises(NoWorker):
-        decide(worker("p", "prefill"))
+        decide(*candidates, policy=policy)
 
 
-def test_prefill_goes_to_the_cached_prefix_unless_it_is_busy() -> None:
-    candidates = [worker("p0", "prefill"), worker("p1", "prefill", cached=8), worker("d", "decode")]
-    decision = decide(*candidates)
-    assert decision.prefill is not None and decision.prefill.worker == "p1"
-    busy = [worker("p0", "prefill"), worker("p1", "prefill", cached=8, prefill=5000), worker("d", "decode")]
-    decision = decide(*busy)
-    assert decision.prefill is not None and decision.prefill.worker == "p0"
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_ways(policy: str) -> None:
+    decode, prefill, both = worker("d"), worker("p", "prefill"), worker("a", "aggregated")
+    table: list[tuple[Way, list[Candidate], Ask]] = [
+        (Way.REMOTE, [decode, prefill], ASK),
+        (Way.ALONE, [decode], ASK),
+        (Way.ASKED, [decode, prefill], replace(ASK, local_prefill_only=True)),
+        (Way.SHORT, [decode, prefill], replace(ASK, prompt_tokens=32)),
+        (Way.REMOTE, [decode, prefill], replace(ASK, prompt_tokens=33)),
+        (Way.SHORT, [worker("d", cached=61), prefill], ASK),  # 24 tokens are missing
+        (Way.REMOTE, [worker("d", cached=60), prefill], ASK),  # 40
+        (Way.REMOTE, [worker("d", soon=61), prefill], ASK),  # on its way, not there
+        (Way.AGGREGATED, [both, prefill], ASK),
+    ]
+    for way, candidates, ask in table:
+        decision = decide(*candidates, ask=ask, policy=policy)
+        assert decision.way is way
+        assert (decision.prefill is not None) == (way is Way.REMOTE)
+        assert decision.reason.startswith(policy)
 
 
-@pytest.mark.parametrize(
-    ("candidates", "ask", "reason"),
-    [
-        ([worker("d", "decode")], ASK, "no prefill worker"),
-        ([worker("a", "aggregated"), worker("p", "prefill")], ASK, "aggregated"),
-        ([worker("d", "decode", cached=9), worker("p", "prefill")], ASK, "only 16 prompt tokens"),
-        ([worker("d", "decode"), worker("p", "prefill")], Ask(160, 50, 16, local_prefill_only=True), "asked for"),
-    ],
-)
-def test_local_prefill(candidates: list[Candidate], ask: Ask, reason: str) -> None:
-    decision = decide(*candidates, ask=ask)
-    assert decision.prefill is None
-    assert reason in decision.reason
+def test_a_limit_of_zero_prefills_remotely_always() -> None:
+    ask = replace(ASK, prompt_tokens=16)
+    assert decide(worker("d", cached=1), worker("p", "prefill"), ask=ask, local=0).way is Way.REMOTE
 
 
-def test_decode_goes_to_the_least_loaded() -> None:
-    assert decide(worker("d0", "decode", decode=900), worker("d1", "decode", decode=10)).decode.worker == "d1"
-    # A miss goes to the idle worker, however large the other's cache is.
-    ask = Ask(160, 50, 16)
-    assert decide(worker("d0", "decode", prefill=4000), worker("d1", "decode"), ask=ask).decode.worker == "d1"
+def test_prefix_weighs_cache_against_load() -> None:
+    cached = worker("p0", "prefill", cached=50)
+    assert names(decide(worker("d"), cached, worker("p1", "prefill"))) == ("d", "p0")
+    # 800 cached tokens are not worth a queue of 900.
+    busy = worker("p0", "prefill", cached=50, prefill=900)
+    assert names(decide(worker("d"), busy, worker("p1", "prefill"))) == ("d", "p1")
+    # What will be there soon counts as well.
+    assert names(decide(worker("d"), worker("p0", "prefill"), worker("p1", "prefill", soon=50))) == ("d", "p1")
+    assert names(decide(worker("d0", decode=9000), worker("d1", decode=100))) == ("d1", None)
 
 
-def test_round_robin_takes_turns_and_random_spreads() -> None:
-    candidates = [worker(name, "decode") for name in ("a", "b", "c")]
-    turns = [decide(*candidates, policy="round_robin", turn=turn).decode.worker for turn in range(6)]
-    assert turns == ["a", "b", "c", "a", "b", "c"]
-    rng = random.Random(5)
-    picks = Counter(
-        place(ASK, candidates, policy="random", local_prefill_tokens=0, turn=0, rng=rng).decode.worker
-        for _ in range(900)
+def test_a_miss_goes_to_the_idle_worker_however_large_its_cache() -> None:
+    ask = replace(ASK, prompt_tokens=2000)
+    assert names(decide(worker("a", prefill=5000), worker("b", prefill=10), ask=ask)) == ("b", None)
+
+
+def test_least_outstanding_does_not_look_at_the_cache() -> None:
+    candidates = worker("d0", cached=60, decode=10), worker("d1", decode=9)
+    assert names(decide(*candidates, policy="least_outstanding"))[0] == "d1"
+    assert names(decide(*candidates, policy="prefix"))[0] == "d0"
+
+
+def test_round_robin_takes_turns() -> None:
+    candidates = [worker(name) for name in ("d0", "d1", "d2")]
+    chosen = [names(decide(*candidates, policy=ROUND_ROBIN, turn=turn))[0] for turn in range(6)]
+    assert chosen == ["d0", "d1", "d2"] * 2
+
+
+@pytest.mark.parametrize("policy", ["prefix", "least_outstanding", "random"])
+def test_equals_are_chosen_evenly(policy: str) -> None:
+    """Chi-square of 4 equal workers, one generator for all decisions."""
+    rng = random.Random(7)
+    candidates = [worker(f"d{number}") for number in range(4)]
+    counts = Counter(
+        place(ASK, candidates, policy=policy, local_prefill_tokens=32, turn=0, rng=rng).decode.worker
+        for _ in range(1000)
     )
-    assert all(230 < count < 370 for count in picks.values())
+    assert sum((counts[c.worker] - 250) ** 2 / 250 for c in candidates) < 16.3  # p = 0.001 at 3 degrees of freedom
 
 
-keys = st.tuples(st.sampled_from("xyz"), st.integers(0, 2))
-steps = st.lists(
-    st.tuples(st.sampled_from(["reserve", "release", "expire", "forget"]), keys, st.integers(0, 10)), max_size=40
+CANDIDATES = st.lists(
+    st.builds(
+        worker,
+        st.uuids().map(str),
+        st.sampled_from(["prefill", "decode", "aggregated"]),
+        prefill=st.integers(0, 5000),
+        decode=st.integers(0, 5000),
+        cached=st.integers(0, 100),
+        soon=st.integers(0, 100),
+    ),
+    max_size=6,
+    unique_by=lambda candidate: candidate.worker,
 )
 
 
-@given(steps)
-def test_reservations_balance(ops: list[tuple[str, tuple[str, int], int]]) -> None:
-    book = Reservations()
-    model: dict[tuple[str, int], Reservation] = {}
-    for kind, key, number in ops:
-        if kind == "reserve":
-            reservation = Reservation("d", "p" if number % 2 else None, number, 2 * number, number, 0)
-            book.reserve(*key, reservation)
-            model[key] = reservation
-        elif kind == "release":
-            assert book.release(*key) == model.pop(key, None)
-        elif kind == "expire":
-            book.expire(number)
-            model = {k: r for k, r in model.items() if r.expires > number}
-        else:
-            book.forget("p")
-            model = {k: r for k, r in model.items() if r.prefill != "p"}
-        assert len(book) == len(model)
-        assert book.of("d").requests == len(model)
-        assert book.of("d").decode_tokens == sum(r.decode_tokens for r in model.values())
-        assert book.of("p").requests == sum(r.prefill == "p" for r in model.values())
-        prefill = sum(r.prefill_tokens for r in model.values())
-        assert book.of("d").prefill_tokens + book.of("p").prefill_tokens == prefill
+@given(CANDIDATES, st.sampled_from(ALL_POLICIES), st.integers(1, 2000), st.booleans(), st.integers(0, 9), st.integers())
+def test_what_holds_for_every_decision(
+    candidates: list[Candidate], policy: str, tokens: int, local: bool, turn: int, seed: int
+) -> None:
+    ask = Ask(tokens, 10, 16, local)
+
+    def once(order: list[Candidate]) -> Decision:
+        return place(ask, order, policy=policy, local_prefill_tokens=32, turn=turn, rng=random.Random(seed))
+
+    if not any(candidate.role != "prefill" for candidate in candidates):
+        with pytest.raises(NoWorker):
+            once(candidates)
+        return
+    decision = once(candidates)
+    assert once(candidates[::-1]) == decision  # the order of a table does not matter
+    assert decision.decode in candidates
+    assert decision.decode.role in ("decode", "aggregated")
+    if decision.prefill is not None:
+        assert decision.prefill in candidates
+        assert decision.prefill.role == "prefill"
+        assert decision.decode.role == "decode"
+        assert not local
+    if policy in POLICIES:
+        able = [c for c in candidates if c.role != "prefill"]
+        assert POLICIES[policy](decision.decode, ask) == min(POLICIES[policy](c, ask) for c in able)
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    assert ASK.uncached(62) == 8
+    assert ASK.uncached(63) == ASK.uncached(10**6) == 1
