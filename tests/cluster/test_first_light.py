@@ -52,7 +52,9 @@ def test_same_text_alone_and_amid_others(cluster: Cluster) -> None:
     assert all(ask(cluster) == expected for _ in range(4))
 
     def noise(number: int) -> str:
-        return ask(cluster, messages=[{"role": "user", "content": f"Tell me about the number {number}. " * (1 + number)}])
+        return ask(
+            cluster, messages=[{"role": "user", "content": f"Tell me about the number {number}. " * (1 + number)}]
+        )
 
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         others = [pool.submit(noise, number) for number in range(16)]
