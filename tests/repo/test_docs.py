@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from services.config import GatewayConfig, RouterConfig, WorkerConfig
+from services.gateway.limits import LIMITS
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.router import RouterMetrics
@@ -34,6 +35,25 @@ def test_no_other_settings_are_documented() -> None:
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 def test_fields_are_documented(kind: type[msgspec.Struct]) -> None:
     assert [name for name in kind.__struct_fields__ if f"`{name}`" not in API] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "limit"),
+    [
+        ("n", LIMITS.choices),
+        ("prompt", LIMITS.prompts),
+        ("prompt", LIMITS.sequences),
+        ("stop", LIMITS.stops),
+        ("stop", LIMITS.stop_chars),
+        ("stop_token_ids", LIMITS.stop_token_ids),
+        ("logit_bias", LIMITS.logit_bias),
+        ("top_logprobs", LIMITS.logprobs),
+        ("cache_salt", LIMITS.salt_chars),
+    ],
+)
+def test_limits_are_documented(field: str, limit: int) -> None:
+    (row,) = re.findall(rf"^\| `{field}` \|([^|]*)\|", API, re.MULTILINE)
+    assert re.search(rf"\b{limit}\b", row)
 
 
 @pytest.mark.parametrize("kind", [GatewayMetrics, RouterMetrics, WorkerMetrics])
