@@ -57,6 +57,9 @@ class NoWorker(Exception):
     """Nobody can decode."""
 
 
+_OWN = 1.25
+_KEPT = 0.125
+
 # Cost of giving the request to a candidate; the least wins.
 Cost = Callable[[Candidate, Ask], float]
 
@@ -66,13 +69,14 @@ def _least_outstanding(candidate: Candidate, ask: Ask) -> float:
 
 
 def _prefix(candidate: Candidate, ask: Ask) -> float:
-    """Tokens to compute before this request, and of this request: what is cached need not be computed."""
-    # A token kept for a running answer slows this request far less than one that is prefilled before it.
-    return (
-        candidate.outstanding.prefill_tokens
-        + ask.uncached(candidate.expected_blocks)
-        + candidate.outstanding.decode_tokens / 8
-    )
+    """Tokens to compute before this request, and of this request: what is cached need not be computed.
+
+    To wait until another request has computed a prefix takes as long as to compute it here; but a token computed
+    once more also delays whatever comes behind, hence _OWN. A token kept for a running answer slows this request far
+    less than one that is prefilled before it, hence _KEPT.
+    """
+    load = candidate.outstanding
+    return load.prefill_tokens + _KEPT * load.decode_tokens + _OWN * ask.uncached(candidate.expected_blocks)
 
 
 def _random(candidate: Candidate, ask: Ask) -> float:

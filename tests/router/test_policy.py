@@ -65,12 +65,21 @@ def test_a_limit_of_zero_prefills_remotely_always() -> None:
 def test_prefix_weighs_cache_against_load() -> None:
     cached = worker("p0", "prefill", cached=50)
     assert names(decide(worker("d"), cached, worker("p1", "prefill"))) == ("d", "p0")
-    # 800 cached tokens are not worth a queue of 900.
-    busy = worker("p0", "prefill", cached=50, prefill=900)
+    # 800 cached tokens are not worth a queue of 1100.
+    busy = worker("p0", "prefill", cached=50, prefill=1100)
     assert names(decide(worker("d"), busy, worker("p1", "prefill"))) == ("d", "p1")
     # What will be there soon counts as well.
     assert names(decide(worker("d"), worker("p0", "prefill"), worker("p1", "prefill", soon=50))) == ("d", "p1")
     assert names(decide(worker("d0", decode=9000), worker("d1", decode=100))) == ("d1", None)
+
+
+def test_waiting_for_a_prefix_beats_computing_it_again() -> None:
+    """The first request has booked what the second would find: as soon done, with less work."""
+    first = worker("p0", "prefill", prefill=1000, soon=62)
+    assert names(decide(worker("d"), first, worker("p1", "prefill"))) == ("d", "p0")
+    # Not if most of the prompt is its own.
+    first = worker("p0", "prefill", prefill=1000, soon=12)
+    assert names(decide(worker("d"), first, worker("p1", "prefill"))) == ("d", "p1")
 
 
 def test_a_miss_goes_to_the_idle_worker_however_large_its_cache() -> None:

@@ -1,0 +1,427 @@
+"""The router process: caches of workers that tell, fall silent, die and come back; and what gateways are told."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.hashing import block_hashes
+from engine.request import BlockStored, CacheCleared
+from services.cluster_state import ClusterState
+from services.config import RouterConfig
+from services.embedded_state import EmbeddedState
+from services.router import RouterService
+from services.rpc import cluster_pb2, cluster_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.rpc_server import RpcServer, make_channel
+from services.security import ClusterKey
+from services.worker.event_publisher import EventPublisher
+
+BLOCK_SIZE = 16
+
+
+def chain(name: str, blocks: int = 10) -> list[bytes]:
+    return block_hashes(range(blocks * BLOCK_SIZE), BLOCK_SIZE, name.encode())
+
+
+class Worker(worker_pb2_grpc.WorkerServicer):
+    """A worker as the router sees it: a cache, its events and its snapshots."""
+
+    def __init__(self, incarnation: str, role: str = "decode", key: ClusterKey | None = None) -> None:
+        self.held: list[bytes] = []
+        self.snapshots = 0
+        self.refusals = 0  # snapshots that fail yet
+        self.server = RpcServer("127.0.0.1", 0, key, CollectorRegistry())
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
+        self.events = EventPublisher(incarnation, "127.0.0.1", key)
+        self.member = cluster_pb2.Member(
+            name=role,
+            role=role,
+            incarnation=incarnation,
+            grpc_address=self.server.address,
+            events_address=self.events.address,
+            model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE),
+        )
+
+    async def CacheSnapshot(
+        self, request: worker_pb2.CacheSnapshotRequest, context: Any
+    ) -> worker_pb2.CacheSnapshotReply:
+        self.snapshots += 1
+        if self.refusals:
+            self.refusals -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return worker_pb2.CacheSnapshotReply(
+            incarnation=self.member.incarnation, sequence=self.events.sequence, block_hashes=self.held
+        )
+
+    def store(self, hashes: list[bytes]) -> None:
+        self.held += hashes
+        self.events.publish([BlockStored(hashes)])
+
+    def store_unheard(self, hashes: list[bytes]) -> None:
+        """The batch that tells of it is lost on its way."""
+        self.held += hashes
+        self.events.sequence += 1
+
+    async def close(self) -> None:
+        self.events.close()
+        await self.server.stop(0)
+
+
+class Cluster:
+    """A router with what it hears of its workers."""
+
+    def __init__(self, **config: Any) -> None:
+        self.service = RouterService(RouterConfig(**config), None)
+        self.server = RpcServer("127.0.0.1", 0, None, self.service.metrics.registry)
+        router_pb2_grpc.add_RouterServicer_to_server(self.service, self.server.server)
+        self.channel = make_channel(self.server.address, None)
+        self.router = router_pb2_grpc.RouterStub(self.channel)
+        self.workers: list[Worker] = []
+        self._number = 0
+
+    async def join(self, incarnation: str, role: str = "decode", **fields: Any) -> Worker:
+        """A worker that the router knows; its events arrive."""
+        worker = Worker(incarnation, role)
+        for name, value in fields.items():
+            setattr(worker, name, value)
+        await worker.server.start()
+        self.workers.append(worker)
+        self.service.on_change("joined", worker.member)
+        return worker
+
+    async def followed(self, worker: Worker) -> None:
+        """Until the router hears the worker's events."""
+
+        async def heard() -> bool:
+            worker.store([os.urandom(16)])
+            await asyncio.sleep(0.02)
+            return await self.cached(worker, worker.held[-1:]) == 1
+
+        await eventually(heard)
+
+    async def place(self, hashes: list[bytes] | None = None, **fields: Any) -> router_pb2.Placement:
+        self._number += 1
+        request = router_pb2.PlaceRequest(
+            request_id=f"r{self._number}",
+            block_hashes=hashes or [],
+            prompt_tokens=160,
+            max_tokens=10,
+            deadline_seconds=9,
+        )
+        for name, value in fields.items():
+            if name == "exclude_incarnations":
+                request.exclude_incarnations.extend(value)
+            else:
+                setattr(request, name, value)
+        return await self.router.Place(request, timeout=5)
+
+    async def cached(self, worker: Worker, hashes: list[bytes]) -> int:
+        """Blocks that the router believes to be on `worker`; nothing stays booked."""
+        others = [other.member.incarnation for other in self.workers if other is not worker]
+        placement = await self.place(hashes, request_id="probe", exclude_incarnations=others)
+        await self.router.Release(router_pb2.ReleaseRequest(request_id="probe"))
+        return placement.decode_cached_blocks
+
+    async def metric(self, name: str, **labels: str) -> float:
+        reply = await cluster_pb2_grpc.NodeStub(self.channel).Metrics(cluster_pb2.MetricsRequest(), timeout=5)
+        for family in text_string_to_metric_families(reply.text.decode()):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == labels:
+                    return sample.value
+        raise AssertionError(f"no metric {name} {labels}")
+
+
+@contextlib.asynccontextmanager
+async def cluster(**config: Any) -> AsyncIterator[Cluster]:
+    made = Cluster(**config)
+    await made.server.start()
+    try:
+        yield made
+    finally:
+        for worker in made.workers:
+            made.service.on_change("left", worker.member)
+            await worker.close()
+        await made.channel.close()
+        await made.server.stop(0)
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+# Caches
+
+
+async def test_what_is_held_at_the_join_and_what_comes_later() -> None:
+    async with cluster() as made:
+        worker = await made.join("a", held=chain("old"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("old")) == 10
+
+        await eventually(known)
+        await made.followed(worker)
+        worker.store(chain("new"))
+
+        async def known_too() -> bool:
+            return await made.cached(worker, chain("new")) == 10
+
+        await eventually(known_too)
+        worker.events.publish([CacheCleared()])
+
+        async def cleared() -> bool:
+            return await made.cached(worker, chain("new")) == 0
+
+        await eventually(cleared)
+
+
+async def test_a_lost_batch_is_made_good_by_one_snapshot() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        before = worker.snapshots
+        worker.store_unheard(chain("lost"))
+        for number in range(5):
+            worker.store(chain(f"later {number}"))
+
+        async def known() -> bool:
+            return [await made.cached(worker, chain(n)) for n in ("lost", "later 0", "later 4")] == [10, 10, 10]
+
+        await eventually(known)
+        await made.followed(worker)
+        assert worker.snapshots == before + 1
+        assert await made.metric("tandem_router_resyncs_total") == worker.snapshots
+
+
+async def test_a_snapshot_that_fails_is_taken_later_without_another_event() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        worker.refusals = 2
+        worker.store_unheard(chain("lost"))
+        worker.store(chain("last"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("lost")) == 10
+
+        await eventually(known)
+        assert worker.refusals == 0
+
+
+async def test_garbage_among_the_events_changes_nothing() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        for frames in ([b"kv"], [b"kv", b"\xc1"], [b"kv", b"\x93\x01\x02\x03"], [b"kv", b""]):
+            worker.events._socket.send_multipart(frames)
+        worker.store(chain("after"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("after")) == 10
+
+        await eventually(known)
+
+
+async def test_a_worker_that_is_gone_leaves_nothing() -> None:
+    """Not its blocks, its load, nor its events that are still under way."""
+    async with cluster() as made:
+        worker, other = await made.join("a"), await made.join("b")
+        await made.followed(worker)
+        worker.store(chain("x"))
+        for _ in range(5):
+            await made.place(exclude_incarnations=["b"])
+        worker.store(chain("y"))
+        made.service.on_change("left", worker.member)
+        worker.store(chain("z"))
+        for _ in range(3):
+            placement = await made.place(chain("x"))
+            assert placement.decode.incarnation == "b"
+            assert placement.decode_cached_blocks == 0
+        await asyncio.sleep(0.1)  # for events under way
+        made.service.tick(time.monotonic())
+        assert await made.metric("tandem_router_index_blocks") == len(set(other.held))
+        assert await made.metric("tandem_router_workers", role="decode") == 1
+        assert await made.metric("tandem_router_reservations") == 3
+
+
+async def test_a_dead_worker_holds_nothing_up() -> None:
+    """One that is registered but does not answer, one whose addresses are malformed, one without events."""
+    async with cluster() as made:
+        dead = await made.join("a")
+        await dead.close()
+        for incarnation, address in (("b", "not an address"), ("c", "")):
+            member = cluster_pb2.Member(name="bad", role="decode", incarnation=incarnation, events_address=address)
+            member.model.block_size = BLOCK_SIZE
+            made.service.on_change("joined", member)
+        made.service.on_change("joined", cluster_pb2.Member(name="none", role="decode", incarnation="d"))
+        worker = await made.join("e")
+        await made.followed(worker)
+        placed = {(await made.place()).decode.incarnation for _ in range(20)}
+        assert placed == {"a", "b", "c", "e"}
+
+
+async def test_two_workers_of_one_name_are_two() -> None:
+    async with cluster() as made:
+        first, second = await made.join("a"), await made.join("b")
+        assert first.member.name == second.member.name
+        await made.followed(first)
+        await made.followed(second)
+        first.store(chain("x"))
+
+        async def known() -> bool:
+            return await made.cached(first, chain("x")) == 10
+
+        await eventually(known)
+        assert await made.cached(second, chain("y")) == 0
+
+
+# Placements
+
+
+async def test_nobody_there() -> None:
+    async with cluster() as made:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await made.place()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "no decode or aggregated worker" in (refused.value.details() or "")
+        assert ("retry-after", "1") in [tuple(pair) for pair in refused.value.trailing_metadata() or ()]
+
+
+async def test_excluded_and_draining_workers_get_nothing() -> None:
+    async with cluster() as made:
+        await made.join("a")
+        worker = await made.join("b")
+        assert (await made.place(exclude_incarnations=["a"])).decode.incarnation == "b"
+        worker.member.draining = True
+        made.service.on_change("updated", worker.member)
+        assert {(await made.place()).decode.incarnation for _ in range(10)} == {"a"}
+        with pytest.raises(grpc.aio.AioRpcError):
+            await made.place(exclude_incarnations=["a"])
+
+
+async def test_prefill_and_decode_are_found_at_their_addresses() -> None:
+    async with cluster() as made:
+        decode, prefill = await made.join("a"), await made.join("b", "prefill")
+        placement = await made.place(chain("x"))
+        assert placement.decode.address == decode.member.grpc_address
+        assert placement.prefill.address == prefill.member.grpc_address
+        assert placement.reason.startswith("prefix: ")
+        assert not (await made.place(local_prefill_only=True)).HasField("prefill")
+        assert not (await made.place(prompt_tokens=20)).HasField("prefill")
+        for reason, number in (("remote prefill", 1), ("local prefill asked for", 1), ("short uncached prompt", 1)):
+            assert await made.metric("tandem_router_placements_total", reason=reason) == number
+        assert await made.metric("tandem_router_decision_seconds_count") == 3
+
+
+async def test_a_burst_of_one_prefix_stays_together() -> None:
+    """Before any worker has told of a block, requests follow the first of their kind."""
+    async with cluster() as made:
+        for incarnation in "abcd":
+            await made.join(incarnation, "prefill")
+        await made.join("e")
+        for name in ("x", "y", "z"):
+            assert len({(await made.place(chain(name))).prefill.incarnation for _ in range(8)}) == 1
+
+
+async def test_load_is_booked_and_comes_back() -> None:
+    async with cluster(policy="least_outstanding") as made:
+        await made.join("a")
+        await made.join("b")
+        first = (await made.place(prompt_tokens=1000)).decode.incarnation
+        second = {(await made.place()).decode.incarnation for _ in range(3)}
+        assert second == {"a", "b"} - {first}
+        for number in range(1, 5):
+            for _ in range(2):  # a second release changes nothing
+                await made.router.Release(router_pb2.ReleaseRequest(request_id=f"r{number}", cached_tokens=32))
+        await made.router.Release(router_pb2.ReleaseRequest(request_id="never placed"))
+        made.service.tick(time.monotonic())
+        assert await made.metric("tandem_router_reservations") == 0
+        assert await made.metric("tandem_router_overlap_blocks_total", kind="actual") == 4 * 2
+        assert await made.metric("tandem_router_overlap_blocks_total", kind="predicted") == 0
+
+
+@pytest.mark.parametrize("deadline", [0.0, 9.0, float("inf"), float("nan"), -5.0])
+async def test_a_gateway_that_dies_leaves_no_load_for_ever(deadline: float) -> None:
+    async with cluster() as made:
+        await made.join("a")
+        await made.place(deadline_seconds=deadline)
+        made.service.tick(time.monotonic() + 20)
+        assert await made.metric("tandem_router_reservations") == 1
+        made.service.tick(time.monotonic() + 2 * 3600)
+        assert await made.metric("tandem_router_reservations") == 0
+
+
+# The process
+
+
+async def test_the_process_joins_the_cluster_places_and_leaves() -> None:
+    """With a cluster key; when Redis is gone it places with what it knows."""
+    secret = "0123456789abcdef" * 2
+    key = ClusterKey(secret)
+    state = EmbeddedState()
+    environment = {**os.environ, "TANDEM_STATE": state.url, "TANDEM_CLUSTER_KEY": secret, "TANDEM_CLUSTER": "test"}
+    process = subprocess.Popen([sys.executable, "-m", "services.cli", "serve", "router"], env=environment)
+    view = ClusterState(state.url, "test")
+    worker = Worker("a" * 32, "aggregated", key)
+    try:
+        await worker.server.start()
+        await view.connect()
+        await view.register(worker.member)
+
+        async def joined() -> bool:
+            return bool(view.members("router"))
+
+        await eventually(joined)
+        channel = make_channel(view.members("router")[0].grpc_address, key)
+        router = router_pb2_grpc.RouterStub(channel)
+        request = router_pb2.PlaceRequest(request_id="r", block_hashes=chain("x"), prompt_tokens=160)
+
+        async def placed() -> bool:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return (await router.Place(request, timeout=5)).decode.incarnation == worker.member.incarnation
+            return False
+
+        await eventually(placed)
+        worker.store(chain("x"))
+
+        async def followed() -> bool:
+            if worker.events.sequence < 50:
+                worker.store([os.urandom(16)])  # events before the subscription are noticed by the next one
+            return (await router.Place(request, timeout=5)).decode_cached_blocks == 10
+
+        await eventually(followed)
+        unsigned = make_channel(view.members("router")[0].grpc_address, None)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router_pb2_grpc.RouterStub(unsigned).Place(request, timeout=5)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await unsigned.close()
+        state.close()
+        await asyncio.sleep(3)  # longer than a lease
+        assert (await router.Place(request, timeout=5)).decode_cached_blocks == 10
+        await channel.close()
+        process.terminate()
+        assert await asyncio.to_thread(process.wait, 10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        await view.close()
+        await worker.close()
+        state.close()
+
+
+def test_torch_is_never_loaded() -> None:
+    code = (
+        "import sys, services.router; sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'tokenizers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
