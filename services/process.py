@@ -1,12 +1,19 @@
-"""What every service process does alike: an incarnation, signals, the event loop."""
+"""What every service process does alike: an incarnation, signals, the event loop, its share of the machine."""
 
 import asyncio
+import contextlib
+import ctypes
+import os
 import secrets
 import signal
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvloop
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded here: after a fork there must be no loading
 
 
 def new_incarnation() -> str:
@@ -26,3 +33,19 @@ def stop_signal() -> asyncio.Event:
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Runs a service on uvloop."""
     uvloop.run(main)
+
+
+def die_with_parent(parent: int) -> None:
+    """To be run in a child before exec: it gets SIGTERM when its parent dies, however that dies. `parent`: its pid."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def available_cores() -> int:
+    """Cores that this process may use: of its CPU set, and no more than the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, -(-int(quota) // int(period)))  # "max": no quota
+    return max(1, cores)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from services.embedded_state import die_with_parent
+from services.process import die_with_parent
 
 EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: a restart would not help
 _BACKOFF = (0.2, 10.0)  # first and longest wait before a restart, seconds
 _STABLE_SECONDS = 30.0  # a child that ran so long starts with the first wait again
 _STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
+_LONGEST_LINE = 1 << 20  # bytes; a longer one is shown in pieces
 
 
 @dataclass(slots=True)
@@ -29,54 +31,54 @@ class Child:
     restarts: int = 0
     backoff: float = _BACKOFF[0]
     started: float = 0.0
-    output: list[asyncio.Task[None]] = field(default_factory=list)
+    output: asyncio.Task[None] | None = None
 
 
 class Supervisor:
     """Runs children until told to stop.
 
-    `event(name, **fields)` is told what happens, `line(child, text)` what they print.
+    `event(name, **fields)` is told what happens, `line(child, text)` what they print. Each child leads a process group
+    of its own, so a Ctrl-C in the terminal reaches the supervisor alone, and what a child leaves behind goes with it.
     """
 
     def __init__(self, children: list[Child], event: Callable[..., None], line: Callable[[str, str], None]) -> None:
-        self._children = children
+        self.children = children
         self._event = event
         self._line = line
-        self._stopping = False
+        self._stop = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it cannot go on
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why a child is given up
 
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of the children that run."""
-        return {child.name: child.process.pid for child in self._children if child.process is not None}
+        return {
+            child.name: child.process.pid
+            for child in self.children
+            if child.process is not None and child.process.returncode is None
+        }
 
     async def start(self) -> None:
-        """Starts all children and watches them."""
-        for child in self._children:
+        """Starts all children and watches them. OSError if a command cannot be run."""
+        for child in self.children:
             await self._spawn(child)
-            self._watchers.append(asyncio.get_running_loop().create_task(self._watch(child)))
+            watcher = asyncio.get_running_loop().create_task(self._watch(child))
+            watcher.add_done_callback(self._watcher_done)
+            self._watchers.append(watcher)
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what remains after 8 s."""
-        self._stopping = True
-        for watcher in self._watchers:
-            watcher.cancel()
-        running = [c.process for c in self._children if c.process is not None and c.process.returncode is None]
-        for process in running:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        if running:
-            waits = [asyncio.ensure_future(process.wait()) for process in running]
-            await asyncio.wait(waits, timeout=_STOP_SECONDS)
-        for process in running:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        for child in self._children:
-            for task in child.output:
-                task.cancel()
+        self._stop.set()  # watchers end with their children; one that is about to spawn sees it
+        for child in self.children:
+            _terminate(child)
+        if self._watchers:
+            _, late = await asyncio.wait(self._watchers, timeout=_STOP_SECONDS)
+            for child in self.children:
+                _kill_group(child)
+            if late:
+                await asyncio.wait(late, timeout=1.0)
+        if outputs := [child.output for child in self.children if child.output is not None]:
+            await asyncio.wait(outputs, timeout=1.0)
 
     async def _spawn(self, child: Child) -> None:
         child.started = time.monotonic()
@@ -87,29 +89,77 @@ class Supervisor:
             stderr=asyncio.subprocess.STDOUT,
             env=child.env,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         self._event("started", name=child.name, pid=child.process.pid)
-        child.output = [asyncio.get_running_loop().create_task(self._copy(child, child.process.stdout))]
+        child.output = asyncio.get_running_loop().create_task(self._copy(child.name, child.process.stdout))
+        if self._stop.is_set():
+            _terminate(child)
 
-    async def _copy(self, child: Child, stream: asyncio.StreamReader | None) -> None:
+    async def _copy(self, name: str, stream: asyncio.StreamReader | None) -> None:
+        """Hands on whole lines until the stream ends: a child whose output nobody reads would block."""
         assert stream is not None
-        while line := await stream.readline():
-            self._line(child.name, line.decode(errors="replace").rstrip())
+        rest = b""
+        while piece := await stream.read(1 << 16):
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._line(name, line.decode(errors="replace").rstrip())
+        if rest:
+            self._line(name, rest.decode(errors="replace").rstrip())
 
     async def _watch(self, child: Child) -> None:
         while True:
             assert child.process is not None
             code = await child.process.wait()
+            _kill_group(child)
             self._event("exited", name=child.name, code=code)
-            if code == EXIT_CONFIGURATION:
-                if not self.failed.done():
-                    self.failed.set_result(f"{child.name} cannot run with this configuration; see its last lines above")
+            if code == EXIT_CONFIGURATION and not self._stop.is_set():
+                reason = f"{child.name} cannot run with this configuration; see its last lines above"
+                self._event("given_up", name=child.name, reason=reason)
+                self._fail(reason)
                 return
             if time.monotonic() - child.started > _STABLE_SECONDS:
                 child.backoff = _BACKOFF[0]
-            await asyncio.sleep(child.backoff)
+            if not await self._restart(child):
+                return
+
+    async def _restart(self, child: Child) -> bool:
+        """Starts the child again after its back-off; False if all are to stop."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), child.backoff)
+            if self._stop.is_set():
+                return False
             child.backoff = min(_BACKOFF[1], 2 * child.backoff)
+            try:
+                await self._spawn(child)
+            except OSError as error:  # no memory or process slot now
+                self._line(child.name, f"cannot be started: {error}")
+                continue
             child.restarts += 1
-            await self._spawn(child)
+            assert child.process is not None
             self._event("restarted", name=child.name, pid=child.process.pid, restarts=child.restarts)
+            return True
+
+    def _fail(self, reason: str) -> None:
+        if not self.failed.done():
+            self.failed.set_result(reason)
+
+    def _watcher_done(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._fail(f"supervision failed: {error!r}")
+
+
+def _terminate(child: Child) -> None:
+    if child.process is not None and child.process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.process.terminate()
+
+
+def _kill_group(child: Child) -> None:
+    """SIGKILL to the child, if it runs, and to what it has started."""
+    if child.process is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
