@@ -73,24 +73,66 @@ C = TypeVar("C", bound=ClusterConfig)
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SECRET = ("cluster_key", "api_keys", "state")  # a URL may hold a password: never in a message
+_NO_LIMIT = 1 << 48
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "block_size": (1, 1024),
+    "kv_blocks": (0, _NO_LIMIT),
+    "max_batched_tokens": (1, _NO_LIMIT),
+    "max_running": (1, _NO_LIMIT),
+    "max_waiting": (1, _NO_LIMIT),
+    "max_model_len": (0, _NO_LIMIT),
+    "threads": (1, 1024),
+    "dummy_seed": (0, (1 << 63) - 1),
+    "drain_seconds": (0, 86400),
+    "max_in_flight": (1, _NO_LIMIT),
+    "max_body_bytes": (1024, _NO_LIMIT),
+    "request_timeout": (0.001, 86400),
+    "worker_wait": (0, 86400),
+    "local_prefill_tokens": (0, _NO_LIMIT),
+    "port": (0, 65535),
+}
 
 
 def load(kind: type[C], flags: dict[str, Any], file: Path | None = None) -> C:
     """A configuration of `kind`. Flags that are None were not given. Raises ConfigError."""
-    values: dict[str, Any] = {}
     hints = get_type_hints(kind)
-    for source, given in ((str(file), _read_file(file)), ("environment", _environment(hints)), ("flag", flags)):
-        for name, value in given.items():
-            if value is None:
-                continue
-            if name not in hints:
-                if source == str(file):
-                    continue  # the file serves all roles
-                raise ConfigError(f"there is no setting {name!r} ({source})")
-            values[name] = _convert(name, value, hints[name], source)
+    values: dict[str, Any] = {}
+    for name, (value, source) in given(kind, flags, file).items():
+        values[name] = _convert(name, value, hints[name], source)
+        _check(name, values[name], source)
     config = kind(**values)
-    _check(config)
+    if not is_loopback(config.bind) and not config.cluster_key:
+        raise ConfigError(
+            f"bind: {config.bind} can be reached from other machines, so a cluster key is needed: "
+            "set TANDEM_CLUSTER_KEY to the same secret everywhere (openssl rand -hex 32)"
+        )
     return config
+
+
+def given(kind: type[ClusterConfig], flags: dict[str, Any], file: Path | None = None) -> dict[str, tuple[Any, str]]:
+    """The settings of `kind` that somebody gave: name -> (value as given, where it was given)."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name, value in _read_file(file).items():
+        if name in kind.__struct_fields__:
+            found[name] = value, str(file)
+    for name in kind.__struct_fields__:
+        if (variable := f"TANDEM_{name.upper()}") in os.environ:
+            found[name] = os.environ[variable], variable
+    for name, value in flags.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            if name not in kind.__struct_fields__:
+                raise ConfigError(f"there is no setting {name!r} ({flag})")
+            found[name] = value, flag
+    return found
+
+
+def require(config: ClusterConfig, *names: str) -> None:
+    """Raises ConfigError if one of these settings is empty."""
+    for name in names:
+        if not getattr(config, name):
+            raise ConfigError(f"{name} is not set: give --{name.replace('_', '-')}, or TANDEM_{name.upper()}")
 
 
 def parse_bytes(text: str) -> int:
@@ -115,53 +157,51 @@ def is_loopback(host: str) -> bool:
 
 
 def _read_file(path: Path | None) -> dict[str, Any]:
+    """One file serves all roles, so it may hold settings of each; what no role knows is a mistake."""
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error}") from error
-
-
-def _environment(hints: dict[str, Any]) -> dict[str, str]:
-    return {name: os.environ[key] for name in hints if (key := f"TANDEM_{name.upper()}") in os.environ}
+    known = {name for kind in (GatewayConfig, RouterConfig, WorkerConfig) for name in kind.__struct_fields__}
+    if unknown := sorted(content.keys() - known):
+        raise ConfigError(f"there is no setting {unknown[0]!r} ({path})")
+    return content
 
 
 def _convert(name: str, value: Any, kind: Any, source: str) -> Any:
+    shown = "the value" if name in _SECRET else repr(value)
     if isinstance(value, str) and kind is bool:
         if value.lower() not in _TRUE + _FALSE:
-            raise ConfigError(f"{name} ({source}): {value!r} is neither true nor false")
+            raise ConfigError(f"{name} ({source}): {shown} is neither true nor false")
         return value.lower() in _TRUE
     try:
         return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         allowed = get_args(kind)
         choices = f"; allowed: {', '.join(map(str, allowed))}" if allowed and isinstance(allowed[0], str) else ""
-        raise ConfigError(f"{name} ({source}): {value!r}: {error}{choices}") from error
+        raise ConfigError(f"{name} ({source}): {shown}: {error}{choices}") from error
 
 
-def _check(config: ClusterConfig) -> None:
-    if not config.cluster or any(c in config.cluster for c in " :*"):
-        raise ConfigError(f"cluster: {config.cluster!r} must be a word without spaces, colons and stars")
-    if not is_loopback(config.bind) and not config.cluster_key:
-        raise ConfigError(
-            f"bind: {config.bind} can be reached from other machines, so a cluster key is needed: "
-            "set TANDEM_CLUSTER_KEY to the same secret everywhere (openssl rand -hex 32)"
-        )
-    for name, minimum in (
-        ("block_size", 1),
-        ("kv_blocks", 0),
-        ("max_batched_tokens", 1),
-        ("max_running", 1),
-        ("max_waiting", 1),
-        ("max_model_len", 0),
-        ("threads", 1),
-        ("max_in_flight", 1),
-        ("max_body_bytes", 1024),
-        ("local_prefill_tokens", 0),
-        ("port", 0),
-    ):
-        if getattr(config, name, minimum) < minimum:
-            raise ConfigError(f"{name}: {getattr(config, name)} is less than {minimum}")
-    if isinstance(config, WorkerConfig):
-        parse_bytes(config.kv_memory)
+def _check(name: str, value: Any, source: str) -> None:
+    problem = ""
+    if name in _BOUNDS and value is not None:
+        least, most = _BOUNDS[name]
+        if not least <= value <= most:  # NaN is not, either
+            problem = f"{value} is less than {least}" if value < least else f"{value} is more than {most}"
+    elif name == "kv_memory":
+        try:
+            parse_bytes(value)
+        except ConfigError as error:
+            problem = str(error)
+    elif name == "cluster" and (not value or any(c in value for c in " :*?[]\\")):
+        problem = f"{value!r} must be a word without spaces and any of :*?[]\\"
+    elif name == "cluster_key" and value and len(value) < 16:
+        problem = "it is shorter than 16 characters; use e.g. `openssl rand -hex 32`"
+    elif name == "bind" and value in ("", "0.0.0.0", "::"):
+        problem = f"{value!r} is no address that others can call: name one of this machine's own"
+    elif name == "state" and value and not value.startswith(("redis://", "rediss://", "unix://")):
+        problem = "it must begin with redis://, rediss:// or unix://"
+    if problem:
+        raise ConfigError(f"{name} ({source}): {problem}")

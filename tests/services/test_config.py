@@ -4,7 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from services.config import ConfigError, GatewayConfig, RouterConfig, WorkerConfig, load, parse_bytes
+from services.config import (
+    ClusterConfig,
+    ConfigError,
+    GatewayConfig,
+    RouterConfig,
+    WorkerConfig,
+    load,
+    parse_bytes,
+    require,
+)
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,14 +30,20 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
     ("kind", "flags", "message"),
     [
         (WorkerConfig, {"dtype": "int3"}, "allowed: float32, bfloat16, float16"),
-        (WorkerConfig, {"block_size": 0}, "block_size: 0 is less than 1"),
+        (WorkerConfig, {"block_size": 0}, r"block_size \(--block-size\): 0 is less than 1"),
         (WorkerConfig, {"block_size": "many"}, "block_size"),
         (WorkerConfig, {"kv_memory": "lots"}, "is not a size"),
         (WorkerConfig, {"kv_memory": "-1GiB"}, "not positive"),
         (RouterConfig, {"policy": "best"}, "allowed: prefix"),
         (RouterConfig, {"colour": "red"}, "no setting 'colour'"),
-        (RouterConfig, {"bind": "0.0.0.0"}, "cluster key is needed"),
+        (RouterConfig, {"bind": "192.0.2.1"}, "cluster key is needed"),
+        (RouterConfig, {"bind": "0.0.0.0", "cluster_key": "k" * 32}, "others can call"),
         (RouterConfig, {"cluster": "a b"}, "must be a word"),
+        (RouterConfig, {"cluster": "a*"}, "must be a word"),
+        (RouterConfig, {"state": "localhost:6379"}, "redis://"),
+        (GatewayConfig, {"port": 70000}, "70000 is more than 65535"),
+        (GatewayConfig, {"request_timeout": float("nan")}, "request_timeout"),
+        (GatewayConfig, {"worker_wait": -1}, "worker_wait"),
     ],
 )
 def test_bad_values_are_named(kind: type[WorkerConfig], flags: dict[str, object], message: str) -> None:
@@ -39,6 +54,58 @@ def test_bad_values_are_named(kind: type[WorkerConfig], flags: dict[str, object]
 def test_other_addresses_need_a_key() -> None:
     assert load(RouterConfig, {"bind": "192.0.2.1", "cluster_key": "k" * 32}).bind == "192.0.2.1"
     assert load(RouterConfig, {"bind": "::1"}).bind == "::1"
+
+
+def test_the_source_of_a_bad_value_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text("max_running = 0\n")
+    with pytest.raises(ConfigError, match=r"max_running \(.*tandem\.toml\)"):
+        load(WorkerConfig, {}, file)
+    monkeypatch.setenv("TANDEM_MAX_RUNNING", "several")
+    with pytest.raises(ConfigError, match=r"max_running \(TANDEM_MAX_RUNNING\): 'several'"):
+        load(WorkerConfig, {}, file)
+
+
+def test_one_file_serves_all_roles_but_hides_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text('policy = "random"\nport = 9000\nblock_size = 8\n')
+    assert load(RouterConfig, {}, file).policy == "random"
+    file.write_text("blocksize = 8\n")
+    with pytest.raises(ConfigError, match="no setting 'blocksize'"):
+        load(RouterConfig, {}, file)
+
+
+@pytest.mark.parametrize(("name", "value"), [("cluster_key", "hunter2"), ("state", "http://:hunter2@host")])
+def test_secrets_are_not_in_messages(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"TANDEM_{name.upper()}", value)
+    with pytest.raises(ConfigError, match=f"TANDEM_{name.upper()}") as caught:
+        load(RouterConfig, {})
+    assert "hunter2" not in str(caught.value)
+
+
+class Switches(ClusterConfig, kw_only=True):
+    flag: bool = True
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("false", False), ("False", False), ("0", False), ("no", False), ("", False), ("true", True), ("1", True)],
+)
+def test_booleans_of_the_environment(text: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_FLAG", text)
+    assert load(Switches, {}).flag is value
+
+
+def test_other_words_are_no_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_FLAG", "maybe")
+    with pytest.raises(ConfigError, match="neither true nor false"):
+        load(Switches, {})
+
+
+def test_required_settings() -> None:
+    with pytest.raises(ConfigError, match="TANDEM_STATE"):
+        require(load(RouterConfig, {}), "state")
+    require(load(RouterConfig, {"state": "redis://127.0.0.1"}), "state")
 
 
 def test_sizes() -> None:
