@@ -50,25 +50,35 @@ def answers(cluster: Cluster, requests: list[dict[str, Any]]) -> list[tuple[list
         return list(pool.map(ask, requests))
 
 
-@pytest.mark.parametrize("connector", ["shared_memory", "zmq"])
-def test_disaggregated_equals_aggregated(connector: str, tmp_path: Path) -> None:
-    model = str(tiny_model(tmp_path / "tiny"))
-    common = ("--dummy-seed", "5", "--threads", "1")
-    requests = mixed_requests(NUM_REQUESTS)
-    aggregated = start_cluster(tmp_path / "a", "--aggregated", "1", *common, model=model)
+COMMON = ("--dummy-seed", "5", "--threads", "1")
+Answers = list[tuple[list[str], list[float], str]]
+
+
+@pytest.fixture(scope="module")
+def aggregated_answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    folder = tmp_path_factory.mktemp("aggregated")
+    aggregated = start_cluster(folder, "--aggregated", "1", *COMMON, model=str(tiny_model(folder / "tiny")))
     try:
-        expected = answers(aggregated, requests)
+        return answers(aggregated, mixed_requests(NUM_REQUESTS))
     finally:
         stop_cluster(aggregated)
+
+
+@pytest.mark.parametrize(("connector", "count"), [("shared_memory", NUM_REQUESTS), ("zmq", 60)])
+def test_disaggregated_equals_aggregated(
+    connector: str, count: int, aggregated_answers: Answers, tmp_path: Path
+) -> None:
+    requests = mixed_requests(NUM_REQUESTS)[:count]
+    model = str(tiny_model(tmp_path / "tiny"))
     # Little room and small steps: chunks, waiting for room, evictions and preemptions all happen.
     tight = ("--kv-blocks", "60", "--max-batched-tokens", "40", "--local-prefill-tokens", "16")
-    cluster = start_cluster(tmp_path / "d", *common, *tight, "--connector", connector, model=model)
+    cluster = start_cluster(tmp_path / "d", *COMMON, *tight, "--connector", connector, model=model)
     try:
         got = answers(cluster, requests)
-        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") > NUM_REQUESTS / 2
+        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") > count / 2
         assert cluster.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
         cluster.wait_idle()
     finally:
         stop_cluster(cluster)
-    different = [number for number in range(NUM_REQUESTS) if got[number] != expected[number]]
+    different = [number for number in range(count) if got[number] != aggregated_answers[number]]
     assert different == []
