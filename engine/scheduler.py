@@ -353,7 +353,6 @@ class Scheduler:
         sequence.finish(reason, error)
         self.sequences.pop(sequence.request_id, None)
         self._ended.append(sequence)
-        self._stalled_at = -1
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_ids)

@@ -4,7 +4,7 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,19 +29,24 @@ class Role(StrEnum):
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings; flags and TANDEM_* win.")]
 
 
-def _settings(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _config_file() -> Path | None:
+    named = os.environ.get("TANDEM_CONFIG")
+    return Path(named) if named else None
 
 
 @app.command()
 def up(
-    model: Annotated[str, typer.Option(help="Hugging Face folder, .gguf file, or smollm2.")] = "SmolLM2-135M-Instruct",
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face folder, .gguf file, or smollm2.  [default: SmolLM2-135M-Instruct]")
+    ] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers.  [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.  [default: 1]")] = None,
     aggregated: Annotated[int, typer.Option(help="Workers that do both; then no others by default.")] = 0,
-    host: Annotated[str, typer.Option(help="Address of the HTTP port.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
-    state: Annotated[str, typer.Option(help="redis://... of the cluster state; default: an embedded server.")] = "",
+    host: Annotated[str | None, typer.Option(help="Address of the HTTP port.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.  [default: 8000]")] = None,
+    state: Annotated[
+        str | None, typer.Option(help="redis://... of the cluster state; default: an embedded server.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")] = False,
     config: ConfigFile = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.  [default: 16]")] = None,
@@ -72,11 +77,16 @@ def up(
     """
     from services.embedded_state import StateServerError
     from services.logs import configure
+    from services.prepare import StartFailed
     from services.process import run
-    from services.up import StartFailed, UpOptions
+    from services.up import UpOptions
     from services.up import up as start
 
-    settings = _settings(
+    flags = dict(
+        model=model,
+        host=host,
+        port=port,
+        state=state,
         block_size=block_size,
         kv_blocks=kv_blocks,
         kv_memory=kv_memory,
@@ -92,7 +102,8 @@ def up(
         log_level=log_level,
     )
     configure("warning", "console")  # the children speak for themselves
-    options = UpOptions(model, prefill, decode, aggregated, host, port, state, json, config, settings)
+    given = {name: value for name, value in flags.items() if value is not None}
+    options = UpOptions(prefill, decode, aggregated, json, config or _config_file(), given)
     with _told(StartFailed, StateServerError):
         run(start(options))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -15,38 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from engine.weights.resolve import DEFAULT_MODEL, model_name
-from services.cluster_state import ClusterState
-from services.config import ClusterConfig, GatewayConfig, RouterConfig, WorkerConfig, load
+from services.cluster_state import LEASE_SECONDS, ClusterState
+from services.config import GatewayConfig, RouterConfig, WorkerConfig, given, load
 from services.embedded_state import EmbeddedState
-from services.process import stop_signal
+from services.prepare import StartFailed, prepare_model
+from services.process import available_cores, stop_signal
 from services.supervisor import Child, Supervisor
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _START_SECONDS = 300.0
-
-
-class StartFailed(Exception):
-    """The cluster cannot start; the message says what to do."""
+_START_ATTEMPTS = 5  # of a child that dies again and again
 
 
 @dataclass
 class UpOptions:
     """What the command line says."""
 
-    model: str = DEFAULT_MODEL
     prefill: int | None = None
     decode: int | None = None
     aggregated: int = 0
-    host: str = "127.0.0.1"
-    port: int = 8000
-    state: str = ""
     json: bool = False
     config: Path | None = None
-    settings: dict[str, Any] = field(default_factory=dict)  # of router and workers, by field name
+    flags: dict[str, Any] = field(default_factory=dict)  # settings of any role, by field name
 
 
 class Output:
@@ -60,8 +55,9 @@ class Output:
     def event(self, kind: str, /, **fields: Any) -> None:
         """Something happened."""
         if self._json:
-            print(json.dumps({"event": kind, **fields}), flush=True)
-        elif kind in ("exited", "restarted"):
+            with contextlib.suppress(BrokenPipeError):  # nobody listens any more; the cluster goes on
+                print(json.dumps({"event": kind, **fields}), flush=True)
+        elif kind in ("exited", "restarted", "given_up"):
             details = " ".join(f"{key}={value}" for key, value in fields.items() if key != "name")
             self.line(str(fields["name"]), f"{kind} {details}")
 
@@ -87,25 +83,25 @@ class Output:
 
 
 async def up(options: UpOptions) -> None:
-    """Runs the cluster until SIGINT or SIGTERM. Raises StartFailed or ConfigError."""
+    """Runs the cluster until SIGINT or SIGTERM. Raises StartFailed, StateServerError, ConnectionError or ConfigError."""
     stop = stop_signal()
     output = Output(options.json)
-    prefill, decode = _pools(options)
-    _check_port(options.host, options.port)
-    settings = dict(options.settings)
-    workers = prefill + decode + options.aggregated
-    settings.setdefault("threads", max(1, (os.cpu_count() or 1) // workers))
-    for kind in (GatewayConfig, RouterConfig, WorkerConfig):  # wrong settings fail before anything starts
-        _check(kind, settings, options.config)
-    folder = await _resolve(options.model, output, stop)
+    roles = _roles(options)
+    settings = _settings(options, workers=len(roles) - 2)  # wrong settings fail before anything starts
+    settings["port"] = _free_port(settings["host"], settings["port"])
+    model = settings["model"] or DEFAULT_MODEL
+    folder = await prepare_model(model, output.event, stop)
     if folder is None:
         return
-    embedded = None if options.state else await asyncio.to_thread(EmbeddedState)
+    settings |= {"model": folder, "model_name": settings["model_name"] or model_name(model, folder)}
+    strangers_may_join = bool(settings["state"] and settings["cluster_key"])
+    settings["cluster_key"] = settings["cluster_key"] or secrets.token_hex(32)
+    embedded = None if settings["state"] else await asyncio.to_thread(EmbeddedState)
     try:
-        url = options.state or (embedded.url if embedded else "")
-        environment = _environment(options, settings, folder, url)
-        children = _children(options, environment, prefill, decode)
-        await _run(options, output, stop, url, environment, Supervisor(children, output.event, output.line), workers)
+        if embedded is not None:
+            settings["state"] = embedded.url
+        supervisor = Supervisor(_children(roles, _environment(settings, options.config)), output.event, output.line)
+        await _run(settings, supervisor, output, stop, strangers_may_join)
     finally:
         if embedded is not None:
             await asyncio.to_thread(embedded.close)
@@ -114,61 +110,76 @@ async def up(options: UpOptions) -> None:
 
 
 async def _run(
-    options: UpOptions,
+    settings: dict[str, Any],
+    supervisor: Supervisor,
     output: Output,
     stop: asyncio.Event,
-    url: str,
-    environment: dict[str, str],
-    supervisor: Supervisor,
-    workers: int,
+    strangers_may_join: bool,
 ) -> None:
-    state = ClusterState(url, environment["TANDEM_CLUSTER"])
-    await state.connect()
+    state = ClusterState(settings["state"], settings["cluster"])
     stopped = asyncio.ensure_future(stop.wait())
+    ready = asyncio.ensure_future(_start(settings, supervisor, state, strangers_may_join))
     try:
-        await supervisor.start()
-        address = f"http://{options.host}:{options.port}"
-        ready = asyncio.ensure_future(_wait_ready(state, address, workers))
-        await _first(ready, stopped, supervisor.failed)
+        await asyncio.wait((ready, stopped, supervisor.failed), return_when=asyncio.FIRST_COMPLETED)
         if supervisor.failed.done():
             raise StartFailed(supervisor.failed.result())
         if ready.done():
-            ready.result()
-            output.ready(address, environment["TANDEM_MODEL_NAME"], supervisor.pids)
-            await _first(stopped, supervisor.failed)
-            if supervisor.failed.done():
-                raise StartFailed(supervisor.failed.result())
-        ready.cancel()
+            output.ready(ready.result(), settings["model_name"], supervisor.pids)
+            await stopped  # a child that is given up later was told of; the others go on
     finally:
         stopped.cancel()
-        await supervisor.stop()
-        await state.close()
+        ready.cancel()
+        await asyncio.wait((ready,))
+        await asyncio.gather(supervisor.stop(), state.close())
 
 
-async def _first(*futures: asyncio.Future[Any]) -> None:
-    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+async def _start(
+    settings: dict[str, Any], supervisor: Supervisor, state: ClusterState, strangers_may_join: bool
+) -> str:
+    """Starts the processes; returns the cluster's URL when it answers. Raises StartFailed or ConnectionError."""
+    await state.connect()
+    left_over = time.monotonic() + LEASE_SECONDS + 1
+    while (others := state.members()) and not strangers_may_join:  # perhaps of a run that was killed a moment ago
+        if time.monotonic() > left_over:
+            raise StartFailed(
+                f"the cluster {settings['cluster']!r} has members already ({', '.join(m.name for m in others)}): "
+                "give another name by TANDEM_CLUSTER, or that cluster's key by TANDEM_CLUSTER_KEY to join it"
+            )
+        await asyncio.sleep(0.1)
+    await supervisor.start()
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings["host"], settings["host"])
+    url = f"http://[{host}]:{settings['port']}" if ":" in host else f"http://{host}:{settings['port']}"
+    await _wait_ready(state, url, supervisor)
+    return url
 
 
-async def _wait_ready(state: ClusterState, address: str, workers: int) -> None:
-    """Until all members are registered and the gateway says that it is healthy."""
+async def _wait_ready(state: ClusterState, url: str, supervisor: Supervisor) -> None:
+    """Until all children are registered and the gateway says that it is healthy."""
     deadline = time.monotonic() + _START_SECONDS
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 
     def healthy() -> bool:
         try:
-            with urllib.request.urlopen(address + "/health", timeout=1) as response:
+            with opener.open(url + "/health", timeout=1) as response:
                 return bool(response.status == 200)
         except OSError:  # URLError is one
             return False
 
     while time.monotonic() < deadline:
-        if len(state.members("prefill", "decode", "aggregated")) >= workers and await asyncio.to_thread(healthy):
-            return
+        running = supervisor.pids
+        registered = {member.pid for member in state.members() if member.host == socket.gethostname()}
+        if len(running) == len(supervisor.children) and registered.issuperset(running.values()):
+            if await asyncio.to_thread(healthy):
+                return
+        for child in supervisor.children:
+            if child.restarts >= _START_ATTEMPTS:
+                raise StartFailed(f"{child.name} died {child.restarts} times at start; see its log lines above")
         await asyncio.sleep(0.1)
     raise StartFailed(f"the cluster was not ready after {_START_SECONDS:.0f} s; see the log lines above")
 
 
-def _pools(options: UpOptions) -> tuple[int, int]:
-    """(prefill, decode) workers: one of each unless aggregated workers were asked for."""
+def _roles(options: UpOptions) -> list[str]:
+    """The role of each process; one prefill and one decode worker unless aggregated workers were asked for."""
     default = 0 if options.aggregated else 1
     prefill = default if options.prefill is None else options.prefill
     decode = default if options.decode is None else options.decode
@@ -176,10 +187,28 @@ def _pools(options: UpOptions) -> tuple[int, int]:
         raise StartFailed("--prefill, --decode and --aggregated count workers: none can be negative")
     if decode + options.aggregated == 0:
         raise StartFailed("nobody would decode: give at least --decode 1 or --aggregated 1")
-    return prefill, decode
+    return ["router", "gateway"] + ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * options.aggregated
 
 
-def _check_port(host: str, port: int) -> None:
+def _settings(options: UpOptions, workers: int) -> dict[str, Any]:
+    """What the children are told by their environment: what `up` itself needs, and the flags. All is checked."""
+    kinds = (GatewayConfig, RouterConfig, WorkerConfig)
+    settings: dict[str, Any] = {}
+    for kind in kinds:
+        flags = {name: value for name, value in options.flags.items() if name in kind.__struct_fields__}
+        config = load(kind, flags, options.config)
+        settings |= {name: getattr(config, name) for name in flags}
+        if isinstance(config, GatewayConfig):
+            shared = ("cluster", "state", "cluster_key", "model", "model_name", "host", "port")
+            settings |= {name: getattr(config, name) for name in shared}
+        if isinstance(config, WorkerConfig):
+            set_by_user = "threads" in given(kind, flags, options.config)
+            settings["threads"] = config.threads if set_by_user else max(1, available_cores() // workers)
+    return settings
+
+
+def _free_port(host: str, port: int) -> int:
+    """The port, if it can be used; 0 stands for any. Raises StartFailed."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -188,73 +217,22 @@ def _check_port(host: str, port: int) -> None:
             raise StartFailed(
                 f"port {port} of {host} cannot be used ({error.strerror}): choose another with --port"
             ) from error
+        return int(probe.getsockname()[1])
 
 
-def _check(kind: type[ClusterConfig], settings: dict[str, Any], file: Path | None) -> None:
-    known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
-    load(kind, known, file)
-
-
-async def _resolve(model: str, output: Output, stop: asyncio.Event) -> Path | None:
-    """The model's folder; conversion runs in a process of its own and shows a bar. None: stopped meanwhile."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "engine.weights.resolve",
-        model,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None and process.stderr is not None
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    last = ""
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"model {model}", total=1.0)
-        stopped = asyncio.ensure_future(stop.wait())
-        while True:
-            line = asyncio.ensure_future(process.stdout.readline())
-            await asyncio.wait({line, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not line.done():
-                line.cancel()
-                process.kill()
-                await process.wait()
-                return None
-            if not (text := line.result().decode().rstrip()):
-                break
-            if text.startswith("progress "):
-                _, fraction, what = text.split(" ", 2)
-                progress.update(task, completed=float(fraction), description=f"model {model}: {what}")
-                output.event("progress", fraction=float(fraction), what=what)
-            else:
-                last = text
-        stopped.cancel()
-    error = (await process.stderr.read()).decode(errors="replace").strip()
-    if await process.wait() != 0:
-        raise StartFailed(error.removeprefix("error: ") or f"the model {model} cannot be prepared")
-    return Path(last)
-
-
-def _environment(options: UpOptions, settings: dict[str, Any], folder: Path, url: str) -> dict[str, str]:
+def _environment(settings: dict[str, Any], file: Path | None) -> dict[str, str]:
     """Environment of the children: configuration and secrets travel here, where no other user can read them."""
-    values = settings | {
-        "model": folder,
-        "model_name": settings.get("model_name") or model_name(options.model, folder),
-        "state": url,
-        "host": options.host,
-        "port": options.port,
-    }
     environment = dict(os.environ)
-    environment |= {f"TANDEM_{name.upper()}": str(value) for name, value in values.items() if value is not None}
-    environment.setdefault("TANDEM_CLUSTER", "tandem")
-    environment.setdefault("TANDEM_CLUSTER_KEY", secrets.token_hex(32))
-    environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(settings["threads"])}
-    if options.config is not None:
-        environment["TANDEM_CONFIG"] = str(options.config)
+    environment |= {f"TANDEM_{name.upper()}": str(value) for name, value in settings.items()}
+    environment["PYTHONUNBUFFERED"] = "1"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        environment[name] = str(settings["threads"])
+    if file is not None:
+        environment["TANDEM_CONFIG"] = str(file)
     return environment
 
 
-def _children(options: UpOptions, environment: dict[str, str], prefill: int, decode: int) -> list[Child]:
-    roles = ["router", "gateway"] + ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * options.aggregated
+def _children(roles: list[str], environment: dict[str, str]) -> list[Child]:
     counts: dict[str, int] = {}
     children = []
     for role in roles:
@@ -266,8 +244,8 @@ def _children(options: UpOptions, environment: dict[str, str], prefill: int, dec
 
 
 def _remove_stale_segments() -> None:
-    """Shared memory of workers that were killed."""
+    """Shared memory of workers that were killed: its owner held a lock on the first byte as long as it lived."""
     for path in Path("/dev/shm").glob("tandem-kv-*"):
-        pid = path.name.split("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError), path.open("rb+") as segment:
+            fcntl.lockf(segment, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            path.unlink()

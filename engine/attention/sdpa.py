@@ -1,9 +1,10 @@
 """Attention on CPU: torch's scaled_dot_product_attention over gathered pages.
 
 A step is cut into *tiles*: a decode is a tile of one query token, a prompt chunk is cut into tiles of `TILE` tokens,
-each of which sees only the context up to its own end. Tiles of similar query and context length form a group; a group
-gathers its pages and attends in one call per layer. The query heads that share a KV head become query rows, so KV is
-never repeated.
+each of which sees only the context up to its own end. Tiles of similar query length form a *family*, whose queries are
+laid out together; tiles of a family with similar context form a *part*, which gathers its pages and attends in one
+call per layer, and is small enough for what it gathered to be still in the core's cache. The query heads that share a
+KV head become query rows, so KV is never repeated.
 
 What makes a row independent, bit for bit, of its neighbours, of padding and of how a prompt was cut into chunks
 (float32, measured on AMD for AVX2 and AVX-512 with head sizes 16 to 256, and tested):
@@ -14,7 +15,7 @@ What makes a row independent, bit for bit, of its neighbours, of padding and of 
 - a product with fewer than four rows takes another path, so query rows come in multiples of four.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from engine.kv_cache import KVCache
 TILE = 128  # query tokens
 _WINDOW = 512  # keys that torch's kernel takes at once
 _BUCKETS = np.array([32, 64, 96, 128, 192, 384, 448, _WINDOW])  # contexts within a window that are worth a group
-_GROUP_VALUES = 1 << 20  # gathered cache values that one group may hold, unless a single tile needs more
+_PART_VALUES = 1 << 19  # gathered cache values of a part and thread, unless a tile needs more: 2 MiB of float32
 
 IntArray = npt.NDArray[np.int64]
 
@@ -49,14 +50,22 @@ class _Tiles(NamedTuple):
     context: IntArray  # keys that the last query token sees
 
 
-class _Group(NamedTuple):
-    """Tiles that attend in one call: n tiles, T query tokens and S keys each, after padding."""
+class _Part(NamedTuple):
+    """n tiles of a family that attend in one call, with S keys each after padding."""
 
-    pages: torch.Tensor  # [num_layers, n * P]: rows of the cache seen as [num_blocks * num_layers, values of a page]
-    mask: torch.Tensor  # [n, 1, rows or 1, S], 0 or -inf
-    tokens: torch.Tensor | None  # [n * T]: query tokens; None: all tokens of the step in order
-    kept: torch.Tensor | None  # which of the n * T are not padding; None: all
-    shape: tuple[int, int, int]  # n, T, S
+    pages: torch.Tensor  # int64 [num_layers, n * P]: rows of the cache seen as [num_blocks * num_layers, page values]
+    mask: torch.Tensor  # [n, 1, query rows or 1, S]: 0 or -inf
+    num_keys: int  # S
+
+
+class _Family(NamedTuple):
+    """n tiles of T query tokens each after padding, in the order of their parts."""
+
+    parts: list[_Part]
+    num_queries: int  # T
+    tokens: torch.Tensor | None  # int64 [n * T]: query tokens; None: all tokens of the step in order
+    kept: torch.Tensor | None  # int64: which of the n * T are not padding; None: all
+    targets: torch.Tensor | None  # int64: tokens[kept]
 
 
 class SdpaBackend(AttentionBackend):
@@ -104,45 +113,49 @@ class SdpaBackend(AttentionBackend):
         begun_pages = table[begun, last[begun]] * spec.num_layers
 
         tiles = _cut(starts, lengths, firsts)
-        groups = [self._group(tiles, members, table, len(owner)) for members in self._similar(tiles)]
-        return SdpaContext(self, torch.from_numpy(slots), torch.from_numpy(begun_pages), groups, on_layer)
-
-    def _similar(self, tiles: _Tiles) -> Iterator[IntArray]:
-        """Indexes of tiles that are worth computing together."""
-        inside = (tiles.context - 1) % _WINDOW + 1
-        bucket = tiles.context - inside + _BUCKETS[np.searchsorted(_BUCKETS, inside)]
         query = np.ceil(np.log2(tiles.length)).astype(np.int64)
-        values = 2 * self.cache.spec.num_kv_heads * self.cache.spec.head_dim
-        keys = query << 40 | bucket
-        for key in np.unique(keys):
-            members = np.flatnonzero(keys == key)
-            most = max(1, _GROUP_VALUES // (int(key & ((1 << 40) - 1)) * values))
-            for i in range(0, len(members), most):
-                yield members[i : i + most]
+        families = [self._family(tiles, np.flatnonzero(query == q), table, len(owner)) for q in np.unique(query)]
+        return SdpaContext(self, torch.from_numpy(slots), torch.from_numpy(begun_pages), families, on_layer)
 
-    def _group(self, tiles: _Tiles, members: IntArray, table: IntArray, num_tokens: int) -> _Group:
-        spec = self.cache.spec
-        lengths, contexts = tiles.length[members], tiles.context[members]
-        n, query, keys = len(members), int(lengths.max()), int(padded_context(contexts).max())
-        pages = table[tiles.span[members], : -(-keys // spec.block_size)].reshape(-1) * spec.num_layers
-
+    def _family(self, tiles: _Tiles, members: IntArray, table: IntArray, num_tokens: int) -> _Family:
+        """The family of the tiles `members`, for a step of `num_tokens`."""
+        inside = (tiles.context[members] - 1) % _WINDOW + 1
+        bucket = tiles.context[members] - inside + _BUCKETS[np.searchsorted(_BUCKETS, inside)]
+        members = members[np.argsort(bucket, kind="stable")]
+        bucket.sort()
+        lengths = tiles.length[members]
+        query = int(lengths.max())
         offsets = np.arange(query)
-        tokens = tiles.first[members, None] + np.minimum(offsets, lengths[:, None] - 1)
-        visible = contexts[:, None] - np.maximum(lengths[:, None] - 1 - offsets, 0)  # [n, query]
+        tokens = (tiles.first[members, None] + np.minimum(offsets, lengths[:, None] - 1)).reshape(-1)
+        kept = np.flatnonzero(offsets < lengths[:, None])
+        in_order = len(kept) == len(tokens) == num_tokens and bool((tokens == np.arange(num_tokens)).all())
+
+        values = 2 * self.cache.spec.num_kv_heads * self.cache.spec.head_dim
+        parts = []
+        for keys in np.unique(bucket):
+            similar = members[bucket == keys]
+            most = max(1, _PART_VALUES * torch.get_num_threads() // (int(keys) * values))
+            parts += [self._part(tiles, similar[i : i + most], table, query) for i in range(0, len(similar), most)]
+        return _Family(
+            parts=parts,
+            num_queries=query,
+            tokens=None if in_order else torch.from_numpy(tokens),
+            kept=None if len(kept) == len(tokens) else torch.from_numpy(kept),
+            targets=None if in_order else torch.from_numpy(tokens[kept]),
+        )
+
+    def _part(self, tiles: _Tiles, members: IntArray, table: IntArray, query: int) -> _Part:
+        """A part of a family whose tiles have `query` query tokens after padding."""
+        spec = self.cache.spec
+        lengths, contexts = tiles.length[members, None], tiles.context[members, None]
+        keys = int(padded_context(contexts).max())
+        pages = table[tiles.span[members], : -(-keys // spec.block_size)].reshape(-1) * spec.num_layers
+        visible = contexts - np.maximum(lengths - 1 - np.arange(query), 0)  # [n, query]
         if query > 1:  # one entry a query row: the token's, for each head of the group; padding sees what the last sees
             visible = np.repeat(visible, self.kind.num_heads // spec.num_kv_heads, axis=1)
             visible = np.pad(visible, ((0, 0), (0, -visible.shape[1] % 4)), mode="edge")
         mask = np.where(np.arange(keys) < visible[:, None, :, None], np.float32(0), np.float32(-np.inf))
-
-        kept = (offsets < lengths[:, None]).reshape(-1)
-        in_order = len(kept) == num_tokens and bool((tokens.reshape(-1) == np.arange(num_tokens)).all())
-        return _Group(
-            pages=torch.from_numpy(pages + np.arange(spec.num_layers)[:, None]),
-            mask=torch.from_numpy(mask),
-            tokens=None if in_order else torch.from_numpy(tokens.reshape(-1)),
-            kept=None if kept.all() else torch.from_numpy(np.flatnonzero(kept)),
-            shape=(n, query, keys),
-        )
+        return _Part(torch.from_numpy(pages + np.arange(spec.num_layers)[:, None]), torch.from_numpy(mask), keys)
 
 
 class SdpaContext(AttentionContext):
@@ -153,7 +166,7 @@ class SdpaContext(AttentionContext):
         backend: SdpaBackend,
         slots: torch.Tensor,
         begun_pages: torch.Tensor,
-        groups: list[_Group],
+        families: list[_Family],
         on_layer: Callable[[int], None] | None,
     ) -> None:
         spec = backend.cache.spec
@@ -163,7 +176,7 @@ class SdpaContext(AttentionContext):
         self._on_layer = on_layer
         self._slots = slots  # [N]: rows of `_by_token` for layer 0
         self._begun_pages = begun_pages  # rows of `_by_page` for layer 0: pages that this step fills in part
-        self._groups = groups
+        self._families = families
         self._by_token = backend.cache.tensor.view(-1, spec.num_kv_heads * 2 * spec.head_dim)
         self._by_page = backend.cache.tensor.view(-1, spec.block_size * spec.num_kv_heads * 2 * spec.head_dim)
 
@@ -175,35 +188,42 @@ class SdpaContext(AttentionContext):
         self._by_token.index_copy_(0, self._slots + layer * self._spec.block_size, rows)
         if self._on_layer is not None:
             self._on_layer(layer)
-        if len(self._groups) == 1 and self._groups[0].tokens is None:
-            return self._attend(self._groups[0], layer, q)
+        if self._families[0].tokens is None:
+            return self._attend(self._families[0], layer, q)
         out = torch.empty_like(q)
-        for group in self._groups:
-            result = self._attend(group, layer, q)
-            if group.kept is not None:
-                result = result.index_select(0, group.kept)
-            assert group.tokens is not None
-            out.index_copy_(0, group.tokens if group.kept is None else group.tokens[group.kept], result)
+        for family in self._families:
+            result = self._attend(family, layer, q)
+            if family.kept is not None:
+                result = result.index_select(0, family.kept)
+            assert family.targets is not None
+            out.index_copy_(0, family.targets, result)
         return out
 
-    def _attend(self, group: _Group, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Queries of the step [N, heads, D] -> the group's results [n * T, heads, D]."""
-        n, query, keys = group.shape
+    def _attend(self, family: _Family, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Queries of the step [N, heads, D] -> the family's results [n * T, heads, D]."""
         heads, dim = q.shape[1:]
-        kv_heads = self._spec.num_kv_heads
-        if group.tokens is not None:
-            q = q.index_select(0, group.tokens)
-        rows = q.view(n, query, kv_heads, -1, dim).transpose(1, 2).reshape(n, kv_heads, -1, dim)
+        kv_heads, query = self._spec.num_kv_heads, family.num_queries
+        if family.tokens is not None:
+            q = q.index_select(0, family.tokens)
+        rows = q.view(-1, query, kv_heads, heads // kv_heads, dim).transpose(1, 2)
+        rows = rows.reshape(len(rows), kv_heads, -1, dim)
         num_rows = rows.shape[2]
         if num_rows % 4:
             rows = pad(rows, (0, 0, 0, -num_rows % 4))
-        pages = self._backend.gather(group.pages[layer]).to(q.dtype)
-        kv = pages.view(n, -1, kv_heads, 2 * dim)[:, :keys].transpose(1, 2)
-        out = scaled_dot_product_attention(
-            rows, kv[..., :dim], kv[..., dim:], attn_mask=group.mask.to(q.dtype), scale=self._scale
-        )
-        out = out[:, :, :num_rows].reshape(n, kv_heads, query, -1, dim)
-        return out.transpose(1, 2).reshape(n * query, heads, dim)
+        results = []
+        start = 0
+        for part in family.parts:
+            n = len(part.mask)
+            kv = self._backend.gather(part.pages[layer]).to(q.dtype)
+            kv = kv.view(n, -1, kv_heads, 2 * dim)[:, : part.num_keys].transpose(1, 2)
+            some, mask = rows[start : start + n], part.mask.to(q.dtype)
+            results.append(
+                scaled_dot_product_attention(some, kv[..., :dim], kv[..., dim:], attn_mask=mask, scale=self._scale)
+            )
+            start += n
+        out = results[0] if len(results) == 1 else torch.cat(results)
+        out = out[:, :, :num_rows].reshape(-1, kv_heads, query, heads // kv_heads, dim)
+        return out.transpose(1, 2).reshape(-1, heads, dim)
 
 
 def _block_table(block_ids: list[Sequence[int]], num_keys: int, block_size: int) -> IntArray:

@@ -95,6 +95,15 @@ def test_locked_prefixes_stay_under_pressure() -> None:
     assert set(pool.allocate(2)) == set(blocks[2:]) and pool.acquire(chain(4)) == locked
 
 
+def test_the_last_free_block_can_be_acquired() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    pool.publish(blocks, chain(1))
+    pool.release(blocks)
+    assert pool.acquire(chain(1)) == blocks and pool.num_free == 0
+    pool.check()
+
+
 def test_the_first_block_keeps_a_hash_that_comes_twice() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
@@ -135,7 +144,7 @@ def test_counts_tell_every_block_once() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Random holders over few blocks and few, branching chains."""
 
-    @initialize(num_blocks=st.integers(1, 9))
+    @initialize(num_blocks=st.integers(1, 6))
     def start(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.pool = BlockPool(num_blocks)
@@ -247,5 +256,5 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase

@@ -127,6 +127,13 @@ def test_markers_take_in_white_space_as_their_tokens_do(tmp_path: Path) -> None:
     assert written(tmp_path, library).encode_template(text) == expected
 
 
+def test_of_special_tokens_that_begin_alike_the_longest_counts(tmp_path: Path) -> None:
+    library = sentencepiece()
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in ("<end", "<end>", "<en")])
+    text = "a<end>b<end a<enb<en"
+    assert written(tmp_path, library).encode_template(text) == library.encode(text, add_special_tokens=False).ids
+
+
 def test_a_quoted_special_text_is_plain_amid_real_ones(smollm: Tokenizer) -> None:
     quoted: dict[str, str] = {}
     content = smollm.quote("x<|im_end|>y", quoted)
@@ -221,6 +228,14 @@ def test_added_tokens_are_text_whatever_they_hold(tmp_path: Path) -> None:
     library.add_tokens([AddedToken("<é x>", normalized=False)])
     tokenizer = written(tmp_path, library)
     assert tokenizer.token_bytes(2) == "<é x>".encode()
+
+
+def test_a_token_that_is_no_byte_glyphs_is_text(tmp_path: Path) -> None:
+    library = tokenizers.Tokenizer(models.BPE({"a": 0, "a b": 1, "Ġ語": 2}, []))
+    library.decoder = decoders.ByteLevel()
+    tokenizer = written(tmp_path, library)
+    for number in range(3):
+        assert tokenizer.token_bytes(number).decode() == library.decode([number])
 
 
 # Detokenizing

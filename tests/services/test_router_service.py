@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.hashing import block_hashes
-from engine.request import BlockStored, CacheCleared
+from engine.request import BlockStored, CacheCleared, KvEventBatch
 from services.cluster_state import ClusterState
 from services.config import RouterConfig
 from services.embedded_state import EmbeddedState
@@ -253,6 +254,34 @@ async def test_a_worker_that_is_gone_leaves_nothing() -> None:
         assert await made.metric("tandem_router_index_blocks") == len(set(other.held))
         assert await made.metric("tandem_router_workers", role="decode") == 1
         assert await made.metric("tandem_router_reservations") == 3
+
+
+async def test_a_worker_that_is_back_is_not_expected_to_hold_what_it_lost() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.place(chain("x"))
+        made.service.on_change("left", worker.member)
+        made.service.on_change("joined", worker.member)
+        await made.place(chain("x"), request_id="again")
+        await made.router.Release(router_pb2.ReleaseRequest(request_id="again"))
+        assert await made.metric("tandem_router_overlap_blocks_total", kind="predicted") == 0
+
+
+async def test_events_of_another_incarnation_are_not_the_worker_s() -> None:
+    """Its port may be that of another process by now."""
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        stranger = msgspec.msgpack.encode(KvEventBatch("b", worker.events.sequence + 1, [BlockStored(chain("x"))]))
+        worker.events._socket.send_multipart([b"kv", stranger])
+        worker.store(chain("y"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("y")) == 10
+
+        await eventually(known)
+        made.service.tick(time.monotonic())
+        assert await made.metric("tandem_router_index_blocks") == len(set(worker.held))
 
 
 async def test_a_dead_worker_holds_nothing_up() -> None:
