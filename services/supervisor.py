@@ -61,10 +61,11 @@ class Supervisor:
     async def start(self) -> None:
         """Starts all children and watches them. OSError if a command cannot be run."""
         for child in self.children:
-            await self._spawn(child)
-            watcher = asyncio.get_running_loop().create_task(self._watch(child))
+            first = asyncio.get_running_loop().create_task(self._spawn(child))
+            watcher = asyncio.get_running_loop().create_task(self._watch(child, first))
             watcher.add_done_callback(self._watcher_done)
             self._watchers.append(watcher)
+            await asyncio.shield(first)  # a caller that is cancelled here leaves no process that nobody knows
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what remains after 8 s."""
@@ -109,7 +110,8 @@ class Supervisor:
         if rest:
             self._line(name, rest.decode(errors="replace").rstrip())
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: Child, first: asyncio.Task[None]) -> None:
+        await first
         while True:
             assert child.process is not None
             code = await child.process.wait()

@@ -83,7 +83,7 @@ class Output:
 
 
 async def up(options: UpOptions) -> None:
-    """Runs the cluster until SIGINT or SIGTERM. Raises StartFailed, StateServerError, ConnectionError or ConfigError."""
+    """Runs the cluster until SIGINT or SIGTERM. Raises what the `tandem` command explains to its user."""
     stop = stop_signal()
     output = Output(options.json)
     roles = _roles(options)
@@ -129,7 +129,7 @@ async def _run(
     finally:
         stopped.cancel()
         ready.cancel()
-        await asyncio.wait((ready,))
+        await asyncio.wait((ready,), timeout=1.0)
         await asyncio.gather(supervisor.stop(), state.close())
 
 
@@ -168,9 +168,9 @@ async def _wait_ready(state: ClusterState, url: str, supervisor: Supervisor) -> 
     while time.monotonic() < deadline:
         running = supervisor.pids
         registered = {member.pid for member in state.members() if member.host == socket.gethostname()}
-        if len(running) == len(supervisor.children) and registered.issuperset(running.values()):
-            if await asyncio.to_thread(healthy):
-                return
+        all_there = len(running) == len(supervisor.children) and registered.issuperset(running.values())
+        if all_there and await asyncio.to_thread(healthy):
+            return
         for child in supervisor.children:
             if child.restarts >= _START_ATTEMPTS:
                 raise StartFailed(f"{child.name} died {child.restarts} times at start; see its log lines above")
