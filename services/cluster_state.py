@@ -16,6 +16,8 @@ import redis.asyncio
 import redis.exceptions
 import structlog
 from google.protobuf.message import DecodeError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from services.rpc import cluster_pb2
 
@@ -25,6 +27,9 @@ LEASE_SECONDS = 2.5
 _BEAT_SECONDS = 0.5
 _RESYNC_SECONDS = 1.0
 _TIMEOUT_SECONDS = 0.5  # of any one Redis operation
+_SILENCE_SECONDS = 5.0  # without any news: the connection may be dead
+_OLDEST_VERSION = 7
+_ROLES = ("gateway", "router", "prefill", "decode", "aggregated")
 _ERRORS = (redis.exceptions.RedisError, OSError, TimeoutError, asyncio.TimeoutError)
 
 Change = Callable[[str, cluster_pb2.Member], None]  # ("joined" | "updated" | "left", member)
@@ -38,32 +43,41 @@ class ClusterState:
     """One process's connection to the cluster state at `url`, under the key prefix `cluster`."""
 
     def __init__(self, url: str, cluster: str) -> None:
-        self._redis = redis.asyncio.Redis.from_url(
-            url, socket_timeout=_TIMEOUT_SECONDS, socket_connect_timeout=_TIMEOUT_SECONDS
-        )
-        # Waiting for news is not an operation that hangs.
-        self._listener = redis.asyncio.Redis.from_url(url, socket_connect_timeout=_TIMEOUT_SECONDS)
+        # Retries inside the client would stretch an operation to many seconds; the loops here try again anyway.
+        def client(timeout: float) -> redis.asyncio.Redis:
+            return redis.asyncio.Redis.from_url(
+                url, socket_timeout=timeout, socket_connect_timeout=_TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0)
+            )
+
+        self._redis = client(_TIMEOUT_SECONDS)
+        self._listener = client(_SILENCE_SECONDS)
         self._prefix = f"{cluster}:member:"
         self._channel = f"{cluster}:changes"
         self._model_key = f"{cluster}:model"
         self._view: dict[str, cluster_pb2.Member] = {}
+        self._heard: dict[str, float] = {}  # when a member's last beat came, monotonic seconds
+        self._patient_until = 0.0  # after a time without the store, members get this long to register again
         self._callbacks: list[Change] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._own: cluster_pb2.Member | None = None
         self._closing = False
         self.connected = False
+        self.malformed = 0  # values in the store that were no member
 
     async def connect(self, timeout: float = 10.0) -> None:
         """Waits until Redis answers and the first view is complete. Raises ConnectionError with what to do."""
         deadline = time.monotonic() + timeout
         while True:
             try:
+                version = await self._version()
                 await self._resync()
                 break
             except _ERRORS as error:
                 if time.monotonic() > deadline:
                     raise ConnectionError(f"the cluster state does not answer ({error}); is --state right?") from error
                 await asyncio.sleep(0.1)
+        if (number := version.split(".")[0]).isdigit() and int(number) < _OLDEST_VERSION:
+            raise ConnectionError(f"the cluster state is Redis {version}; version {_OLDEST_VERSION} or newer is needed")
         loop = asyncio.get_running_loop()
         self._tasks += [loop.create_task(self._watch()), loop.create_task(self._listen())]
 
@@ -105,6 +119,10 @@ class ClusterState:
                     await self._redis.publish(self._channel, self._own.incarnation)
                 await self._redis.aclose()
                 await self._listener.aclose()
+
+    async def _version(self) -> str:
+        info = await self._redis.info("server")
+        return str(info.get("valkey_version") or info.get("redis_version"))
 
     # Writing
 
@@ -151,18 +169,19 @@ class ClusterState:
     async def _resync(self) -> None:
         keys = [key async for key in self._redis.scan_iter(match=self._prefix + "*", count=1000)]
         values = await self._redis.mget(keys) if keys else []
-        found = {
-            member.incarnation: member for value in values if isinstance(value, bytes) and (member := _decode(value))
-        }
-        if not self.connected and self._view and not found:
-            # Redis came back empty: everybody registers again within a beat or two.
+        found = {key: member for key, value in zip(keys, values, strict=True) if (member := self._decode(key, value))}
+        now = time.monotonic()
+        if not self.connected:
             self.connected = True
-            await asyncio.sleep(2 * LEASE_SECONDS)
-            return
-        self.connected = True
-        for incarnation in list(self._view):
-            if incarnation not in found:
-                self._tell("left", self._view.pop(incarnation))
+            if self._view:
+                log.info("the cluster state is back")
+                self._patient_until = now + 2 * LEASE_SECONDS
+        present = {member.incarnation for member in found.values()}
+        for incarnation in self._view.keys() - present:
+            # Without a beat for a whole lease it is dead. A key that went sooner went with its server, which came back
+            # empty; the member will beat again.
+            if now > self._patient_until and now - self._heard.get(incarnation, 0.0) > LEASE_SECONDS:
+                self._remove(incarnation)
         for member in found.values():
             self._put(member)
 
@@ -179,11 +198,27 @@ class ClusterState:
                 await asyncio.sleep(random.uniform(0.2, 0.6))
 
     async def _refresh(self, incarnation: str) -> None:
-        value = await self._redis.get(self._prefix + incarnation)
-        if isinstance(value, bytes) and (member := _decode(value)):
+        """A member has beaten, or said goodbye: then its key is gone."""
+        key = self._prefix + incarnation
+        value = await self._redis.get(key)
+        if member := self._decode(key.encode(), value):
+            self._heard[incarnation] = time.monotonic()
             self._put(member)
-        elif not value and incarnation in self._view:
-            self._tell("left", self._view.pop(incarnation))
+        elif value is None:
+            self._remove(incarnation)
+
+    def _decode(self, key: bytes, value: object) -> cluster_pb2.Member | None:
+        """The member in a value of the shared store; None, counted, for what is none."""
+        if not isinstance(value, bytes):
+            return None  # expired in between
+        try:
+            member = cluster_pb2.Member.FromString(value)
+        except DecodeError:
+            member = cluster_pb2.Member()
+        if member.role in _ROLES and key == (self._prefix + member.incarnation).encode():
+            return member
+        self.malformed += 1
+        return None
 
     def _put(self, member: cluster_pb2.Member) -> None:
         before = self._view.get(member.incarnation)
@@ -192,6 +227,11 @@ class ClusterState:
             self._tell("joined", member)
         elif before != member:
             self._tell("updated", member)
+
+    def _remove(self, incarnation: str) -> None:
+        self._heard.pop(incarnation, None)
+        if (member := self._view.pop(incarnation, None)) is not None:
+            self._tell("left", member)
 
     def _tell(self, change: str, member: cluster_pb2.Member) -> None:
         if change != "updated":
@@ -206,12 +246,3 @@ def _identity(card: cluster_pb2.ModelCard) -> bytes:
         f"model {card.name} fingerprint {card.fingerprint} blocks {card.layout} "
         f"of {card.block_size} tokens, hash {card.hash_vector.hex()}"
     ).encode()
-
-
-def _decode(value: bytes) -> cluster_pb2.Member | None:
-    """A member from bytes of the shared store; None for what is none."""
-    try:
-        member = cluster_pb2.Member.FromString(value)
-    except DecodeError:
-        return None
-    return member if member.incarnation and member.role else None

@@ -2,13 +2,16 @@
 
 import asyncio
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from urllib.parse import urlsplit
 
 import pytest
 import redis.asyncio
 
 from services.cluster_state import LEASE_SECONDS, ClusterState, ModelMismatch
-from services.embedded_state import EmbeddedState
+from services.embedded_state import EmbeddedState, find_server
 from services.rpc import cluster_pb2
 
 
@@ -36,10 +39,10 @@ async def connect(server: EmbeddedState) -> AsyncIterator[Callable[[], "asyncio.
         await state.close()
 
 
-def member(role: str = "decode", fingerprint: str = "f") -> cluster_pb2.Member:
+def member(role: str = "decode") -> cluster_pb2.Member:
     found = cluster_pb2.Member(name=role + "-0", role=role, incarnation=secrets.token_hex(16))
     if role == "decode":
-        found.model.CopyFrom(cluster_pb2.ModelCard(name="m", fingerprint=fingerprint, layout="l", block_size=16))
+        found.model.CopyFrom(cluster_pb2.ModelCard(name="m", fingerprint="f", layout="l", block_size=16))
     return found
 
 
@@ -66,20 +69,26 @@ async def test_join_update_leave(connect: Callable[[], "asyncio.Future[ClusterSt
     assert watcher.members() == []
 
 
-async def test_a_silent_member_leaves_with_its_lease(connect: Callable[[], "asyncio.Future[ClusterState]"]) -> None:
-    watcher, worker = await connect(), await connect()
-    await worker.register(member())
-    await until(lambda: len(watcher.members()) == 1)
-    for task in worker._tasks:  # as if the process had been killed: no beats, no goodbye
-        task.cancel()
-    await until(lambda: watcher.members() == [], LEASE_SECONDS + 3)
-
-
-async def test_another_model_is_refused(connect: Callable[[], "asyncio.Future[ClusterState]"]) -> None:
-    first, second = await connect(), await connect()
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("fingerprint", "g", r"fingerprint f .* fingerprint g"),
+        ("layout", "other", r"blocks l .* blocks other"),
+        ("block_size", 32, r"of 16 tokens.* of 32 tokens"),
+        ("hash_vector", b"\1", r"hash 01"),
+    ],
+)
+async def test_another_model_is_refused(
+    connect: Callable[[], "asyncio.Future[ClusterState]"], field: str, value: object, message: str
+) -> None:
+    first, second, third = await connect(), await connect(), await connect()
     await first.register(member())
-    with pytest.raises(ModelMismatch, match=r"fingerprint f .* fingerprint g"):
-        await second.register(member(fingerprint="g"))
+    other = member()
+    setattr(other.model, field, value)
+    with pytest.raises(ModelMismatch, match=message):
+        await second.register(other)
+    await third.register(member())  # the same is welcome
+    await until(lambda: len(first.members()) == 2)
 
 
 async def test_nonsense_in_the_store_is_ignored(
@@ -87,8 +96,11 @@ async def test_nonsense_in_the_store_is_ignored(
 ) -> None:
     watcher = await connect()
     client = redis.asyncio.Redis.from_url(server.url)
-    for number, value in enumerate([b"\x80\x04pickle.", b"", b"\xff" * 100, b"{}"]):
+    stolen = member("router").SerializeToString()  # under another incarnation's key
+    for number, value in enumerate([b"\x80\x04pickle.", b"", b"\xff" * 100, b"{}", stolen]):
         await client.set(f"{watcher._prefix}bad{number}", value, px=3000)
+    await watcher._resync()
+    assert watcher.malformed >= 5 and watcher.members() == []
     worker = await connect()
     await worker.register(member("router"))
     await until(lambda: len(watcher.members()) == 1)
@@ -103,15 +115,88 @@ async def test_a_lost_server_changes_nothing_and_is_found_again() -> None:
         await worker.connect()
         await worker.register(member())
         await until(lambda: len(watcher.members()) == 1)
+        left: list[str] = []
+        watcher.on_change(lambda change, m: left.append(m.name) if change == "left" else None)
         server.process.kill()
         server.process.wait()
         await asyncio.sleep(LEASE_SECONDS + 1)
         assert len(watcher.members()) == 1  # serving goes on with what is known
         assert not watcher.connected
-        await watcher.close()
-        await worker.close()
+        again = start_again(server.url)  # it remembers nothing
+        try:
+            await until(lambda: watcher.connected)
+            client = redis.asyncio.Redis.from_url(server.url)
+            async with asyncio.timeout(5):
+                while not await client.keys("c:member:*") or not await client.exists("c:model"):
+                    await asyncio.sleep(0.05)
+            await client.aclose()
+            newcomer = ClusterState(server.url, "c")
+            await newcomer.connect()
+            await newcomer.register(member("router"))
+            await until(lambda: len(watcher.members()) == 2)
+            assert left == []
+            await newcomer.close()
+            await until(lambda: left == ["router-0"])
+            await worker.close()
+            await until(lambda: watcher.members() == [])
+            await watcher.close()
+        finally:
+            again.kill()
+            again.wait()
     finally:
         server.close()
+
+
+def start_again(url: str) -> "subprocess.Popen[bytes]":
+    """Another server on the port and with the password of `url`."""
+    parts = urlsplit(url)
+    return subprocess.Popen(
+        [find_server(), "--port", str(parts.port), "--requirepass", str(parts.password), "--save", ""],
+        stdout=subprocess.DEVNULL,
+    )
+
+
+async def test_a_store_that_forgets_makes_nobody_leave(
+    connect: Callable[[], "asyncio.Future[ClusterState]"], server: EmbeddedState
+) -> None:
+    """As when the server is restarted between two looks at it."""
+    watcher, worker = await connect(), await connect()
+    await worker.register(member())
+    await until(lambda: bool(watcher._heard))
+    seen: list[str] = []
+    watcher.on_change(lambda change, m: seen.append(change))
+    client = redis.asyncio.Redis.from_url(server.url)
+    await client.flushall()
+    await watcher._resync()
+    await client.aclose()
+    await asyncio.sleep(1.5)
+    assert "left" not in seen
+
+
+async def test_a_killed_process_leaves_with_its_lease(
+    connect: Callable[[], "asyncio.Future[ClusterState]"], server: EmbeddedState
+) -> None:
+    watcher = await connect()
+    code = (
+        "import asyncio\n"
+        "from services.cluster_state import ClusterState\n"
+        "from services.rpc import cluster_pb2\n"
+        "async def main():\n"
+        f"    state = ClusterState({server.url!r}, {watcher._prefix.split(':')[0]!r})\n"
+        "    await state.connect()\n"
+        "    await state.register(cluster_pb2.Member(name='r', role='router', incarnation='1' * 32))\n"
+        "    await asyncio.sleep(100)\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        await until(lambda: [m.name for m in watcher.members()] == ["r"], 30)
+        await asyncio.sleep(LEASE_SECONDS + 1)
+        assert len(watcher.members()) == 1  # its beats renew the lease
+    finally:
+        process.kill()
+        process.wait()
+    await until(lambda: watcher.members() == [])
 
 
 async def test_no_server_is_a_clear_error() -> None:
