@@ -1,10 +1,12 @@
 """`tandem chat`: a conversation in the terminal that shows how fast the answers come."""
 
+import contextlib
 import http.client
 import json
 import sys
 import time
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Generator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +23,9 @@ class Client:
     """Streams chat completions of one server."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        self._url = urlsplit(url)
+        self._url = urlsplit(url if "://" in url else f"http://{url}")
+        if self._url.scheme not in ("http", "https") or not self._url.hostname:
+            raise ChatFailed(f"{url!r} is not the address of a server; write e.g. http://127.0.0.1:8000")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -33,7 +37,7 @@ class Client:
             data = None if body is None else json.dumps(body)
             connection.request(method, self._url.path.rstrip("/") + path, data, self._headers)
             response = connection.getresponse()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise ChatFailed(f"{self._url.geturl()} does not answer ({error}); is `tandem up` running?") from error
         if response.status != 200:
             raise ChatFailed(_message(response.read()) or f"HTTP {response.status}")
@@ -41,19 +45,27 @@ class Client:
 
     def first_model(self) -> str:
         """Name of the first served model."""
-        return str(json.loads(self._request("GET", "/v1/models").read())["data"][0]["id"])
+        try:
+            return str(json.loads(self._request("GET", "/v1/models").read())["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ChatFailed(f"{self._url.geturl()} serves no model that could answer") from error
 
-    def stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Chunks of a streamed answer."""
-        for raw in self._request("POST", "/v1/chat/completions", body):
-            line = raw.decode().strip()
-            if line == "data: [DONE]":
-                return
-            if line.startswith("data: "):
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise ChatFailed(str(chunk["error"].get("message")))
-                yield chunk
+        with self._request("POST", "/v1/chat/completions", body) as response:  # left early, it hangs up: the work stops
+            try:
+                for raw in response:
+                    line = raw.decode().strip()
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        chunk = json.loads(line.removeprefix("data: "))
+                        if "error" in chunk:
+                            raise ChatFailed(str(chunk["error"].get("message")))
+                        yield chunk
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise ChatFailed(f"the answer broke off: {error}") from error
+        raise ChatFailed("the answer broke off")
 
 
 def chat_loop(url: str, model: str, system: str, max_tokens: int, temperature: float, api_key: str) -> None:
@@ -95,14 +107,15 @@ def _answer(client: Client, settings: dict[str, Any], messages: list[dict[str, s
     first = last = None
     text = ""
     usage: dict[str, Any] = {}
-    for chunk in client.stream(body):
-        usage = chunk.get("usage") or usage
-        for choice in chunk["choices"]:
-            if delta := choice["delta"].get("content"):
-                last = time.monotonic()
-                first = first or last
-                text += delta
-                print(delta, end="", flush=True)
+    with contextlib.closing(client.stream(body)) as chunks:
+        for chunk in chunks:
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                if delta := choice["delta"].get("content"):
+                    last = time.monotonic()
+                    first = first or last
+                    text += delta
+                    print(_printable(delta), end="", flush=True)
     print(flush=True)
     if first is not None and last is not None:
         tokens = int(usage.get("completion_tokens", 0))
@@ -113,6 +126,11 @@ def _answer(client: Client, settings: dict[str, Any], messages: list[dict[str, s
             f"prompt {usage.get('prompt_tokens', 0)} ({cached} cached)[/dim]"
         )
     return text
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which could move the cursor or rename the window."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def _message(body: bytes) -> str:

@@ -108,40 +108,74 @@ def up(
         run(start(options))
 
 
-@app.command()
-def serve(role: Annotated[Role, typer.Argument(help="What this process does.")], config: ConfigFile = None) -> None:
-    """Run one process of a cluster. Settings come from TANDEM_* variables and the file; see docs/configuration.md.
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    role: Annotated[Role, typer.Argument(help="What this process does.")],
+    config: ConfigFile = None,
+) -> None:
+    """Run one process of a cluster. Every setting of the role is a flag, too; docs/configuration.md lists them.
 
-    Example:
+    Examples:
 
-      TANDEM_STATE=redis://127.0.0.1:6379/0 TANDEM_MODEL=./model tandem serve router
+      tandem serve router --state redis://127.0.0.1:6379/0
+
+      tandem serve decode --state redis://127.0.0.1:6379/0 --model ./Qwen3-0.6B --kv-memory 4GiB
+
+      TANDEM_STATE=redis://127.0.0.1:6379/0 TANDEM_MODEL=./Qwen3-0.6B tandem serve gateway --port 8000
     """
     from services.cluster_state import ModelMismatch
-    from services.config import GatewayConfig, RouterConfig, WorkerConfig, load
+    from services.config import ConfigError, GatewayConfig, RouterConfig, WorkerConfig, load, require
     from services.logs import configure
     from services.process import run
 
-    if config is None and (path := os.environ.get("TANDEM_CONFIG")):
-        config = Path(path)
     with _told(ModelMismatch):
+        flags = _flags(context.args)
+        config = config or _config_file()
         if role is Role.gateway:
-            gateway = load(GatewayConfig, {}, config)
+            gateway = load(GatewayConfig, flags, config)
+            require(gateway, "state", "model")
             configure(gateway.log_level, gateway.log_format)
             from services.gateway.serve import serve as serve_gateway
 
             run(serve_gateway(gateway))
         elif role is Role.router:
-            router = load(RouterConfig, {}, config)
+            router = load(RouterConfig, flags, config)
+            require(router, "state")
             configure(router.log_level, router.log_format)
             from services.router import serve as serve_router
 
             run(serve_router(router))
         else:
-            worker = load(WorkerConfig, {"role": role.value}, config)
+            worker = load(WorkerConfig, flags | {"role": role.value}, config)
+            require(worker, "state", "model")
             configure(worker.log_level, worker.log_format)
-            from services.worker.serve import serve as serve_worker
+            try:
+                from services.worker.serve import serve as serve_worker
+            except ModuleNotFoundError as error:
+                raise ConfigError(f"a worker needs {error.name}: pip install 'tandem-serve[worker]'") from error
 
             run(serve_worker(worker))
+
+
+def _flags(arguments: list[str]) -> dict[str, str]:
+    """Settings of `--name value` and `--name=value`. Raises ConfigError."""
+    from services.config import ConfigError
+
+    flags: dict[str, str] = {}
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{argument!r} is not a flag: write --name value")
+        if name in ("cluster_key", "api_keys"):
+            raise ConfigError(f"{flag}: everybody on the machine can read flags; set TANDEM_{name.upper()} instead")
+        given = value if equals else next(rest, None)
+        if given is None:
+            raise ConfigError(f"{flag} has no value")
+        flags[name] = given
+    return flags
 
 
 @app.command()
@@ -200,9 +234,11 @@ class _told:
         from services.config import ConfigError
         from services.supervisor import EXIT_CONFIGURATION
 
-        if isinstance(error, (ConfigError, ModelError, FileNotFoundError, ConnectionError, *self._errors)):
+        configuration = isinstance(error, (ConfigError, ModelError, *self._errors))
+        # An OSError without number has a message of ours; others are for the maintainers.
+        if configuration or (isinstance(error, OSError) and error.errno is None):
             print(f"error: {error}", file=sys.stderr)
-            sys.exit(EXIT_CONFIGURATION if isinstance(error, (ConfigError, ModelError, *self._errors)) else 1)
+            sys.exit(EXIT_CONFIGURATION if configuration else 1)
 
 
 def main() -> None:

@@ -23,16 +23,19 @@ def configure(level: str, style: str) -> None:
             exception_formatter=structlog.dev.plain_traceback,  # others print local variables: prompts and keys
         )
     )
+    ending: list[Any] = [structlog.processors.format_exc_info, renderer] if style == "json" else [renderer]
     structlog.configure(
-        processors=[*shared, structlog.processors.format_exc_info, renderer]
-        if style == "json"
-        else [*shared, renderer],
+        processors=[*shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processor=renderer, foreign_pre_chain=shared))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending], foreign_pre_chain=shared
+        )
+    )
     logging.basicConfig(level=number, handlers=[handler], force=True)
     # Libraries speak only when something is wrong, unless all was asked for.
     for name in ("uvicorn", "uvicorn.access", "uvicorn.error", "asyncio", "redis", "grpc"):

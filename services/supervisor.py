@@ -83,23 +83,34 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> None:
         child.started = time.monotonic()
-        child.process = await asyncio.create_subprocess_exec(
-            *child.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=child.env,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
+        # A pipe of our own: asyncio's would delay the news of an exit until all that the child started has ended, too.
+        read, write = os.pipe()
+        try:
+            child.process = await asyncio.create_subprocess_exec(
+                *child.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write,
+                stderr=asyncio.subprocess.STDOUT,
+                env=child.env,
+                start_new_session=True,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
         self._event("started", name=child.name, pid=child.process.pid)
-        child.output = asyncio.get_running_loop().create_task(self._copy(child.name, child.process.stdout))
+        child.output = asyncio.get_running_loop().create_task(self._copy(child.name, read))
         if self._stop.is_set():
             _terminate(child)
 
-    async def _copy(self, name: str, stream: asyncio.StreamReader | None) -> None:
+    async def _copy(self, name: str, descriptor: int) -> None:
         """Hands on whole lines until the stream ends: a child whose output nobody reads would block."""
-        assert stream is not None
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb")
+        )
         rest = b""
         while piece := await stream.read(1 << 16):
             *lines, rest = (rest + piece).split(b"\n")
@@ -109,6 +120,7 @@ class Supervisor:
                 self._line(name, line.decode(errors="replace").rstrip())
         if rest:
             self._line(name, rest.decode(errors="replace").rstrip())
+        transport.close()
 
     async def _watch(self, child: Child, first: asyncio.Task[None]) -> None:
         await first

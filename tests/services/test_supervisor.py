@@ -1,14 +1,14 @@
 """Supervision of real, cheap children."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
-
-import psutil
 
 from services.supervisor import EXIT_CONFIGURATION, Child, Supervisor
 
@@ -36,6 +36,14 @@ def child(name: str, command: list[str]) -> Child:
     return Child(name, command, dict(os.environ))
 
 
+def runs(pid: int) -> bool:
+    """Whether there is such a process and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 async def until(condition: Any, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
@@ -54,7 +62,7 @@ async def test_restarts_what_dies_and_prefixes_lines() -> None:
     assert ("exited", {"name": "a", "code": -9}) in seen.events
     pids = list(supervisor.pids.values())
     await supervisor.stop()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(runs(pid) for pid in pids)
 
 
 async def test_a_stubborn_child_is_killed_in_time() -> None:
@@ -64,7 +72,67 @@ async def test_a_stubborn_child_is_killed_in_time() -> None:
     await until(lambda: ("s", "up") in seen.lines)
     pid = supervisor.pids["s"]
     await asyncio.wait_for(supervisor.stop(), 10)
-    assert not psutil.pid_exists(pid)
+    assert not runs(pid)
+
+
+async def test_the_wait_before_a_restart_doubles_and_ends_with_stop() -> None:
+    seen = Recorder()
+    crasher = child("c", [sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    waits = []
+
+    def event(kind: str, /, **fields: Any) -> None:
+        seen.event(kind, **fields)
+        if kind == "exited":
+            waits.append(crasher.backoff)
+
+    supervisor = Supervisor([crasher], event, seen.line)
+    await supervisor.start()
+    await until(lambda: len(waits) == 4)
+    assert [later / earlier for earlier, later in itertools.pairwise(waits)] == [2, 2, 2]
+    crasher.backoff = 1000.0
+    await until(lambda: len(waits) == 5)
+    await asyncio.wait_for(supervisor.stop(), 10)  # amid a long wait
+    assert supervisor.pids == {}
+
+
+async def test_stop_amid_a_start_leaves_no_process() -> None:
+    seen = Recorder()
+    supervisor = Supervisor([child(str(i), SLEEPER) for i in range(4)], seen.event, seen.line)
+    starting = asyncio.ensure_future(supervisor.start())
+    await until(lambda: len(seen.events) == 1)
+    starting.cancel()
+    await supervisor.stop()
+    started = [fields["pid"] for kind, fields in seen.events if kind == "started"]
+    assert started and not any(runs(pid) for pid in started)
+
+
+async def test_what_a_child_started_goes_with_it() -> None:
+    seen = Recorder()
+    code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
+        "print(p.pid, flush=True); time.sleep(100)"
+    )
+    supervisor = Supervisor([child("p", [sys.executable, "-c", code])], seen.event, seen.line)
+    await supervisor.start()
+    await until(lambda: bool(seen.lines))
+    grandchild = int(seen.lines[0][1])
+    await supervisor.stop()
+    await until(lambda: not runs(grandchild))
+
+
+async def test_lines_of_any_length_and_bytes_do_not_block_a_child() -> None:
+    seen = Recorder()
+    code = (
+        "import sys, time\n"
+        "sys.stdout.buffer.write(b'x' * 3_000_000 + b'\\xff\\nlast'); sys.stdout.flush()\n"
+        "time.sleep(100)"
+    )
+    supervisor = Supervisor([child("l", [sys.executable, "-c", code])], seen.event, seen.line)
+    await supervisor.start()
+    await until(lambda: sum(text.count("x") for _, text in seen.lines) == 3_000_000)
+    await supervisor.stop()
+    assert seen.lines[-1] == ("l", "last")
 
 
 async def test_wrong_configuration_is_not_restarted() -> None:
@@ -89,10 +157,10 @@ def test_children_die_with_a_killed_supervisor() -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    assert psutil.pid_exists(pid)
+    assert runs(pid)
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while runs(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -1,0 +1,162 @@
+"""The `tandem` command as a user runs it: messages, exit statuses, what is left behind."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from cluster.tiny import tiny_model
+from typer.testing import CliRunner
+
+from services import logs
+from services.cli import app
+from services.embedded_state import StateServerError, find_server
+from services.supervisor import EXIT_CONFIGURATION
+from services.up import UpOptions, _settings
+
+TANDEM = [sys.executable, "-m", "services.cli"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "router"], "TANDEM_STATE"),
+        (["serve", "gateway", "--state", "redis://127.0.0.1:1"], "TANDEM_MODEL"),
+        (["serve", "router", "--state", "nonsense"], "redis://"),
+        (["serve", "router", "--colour=red"], "no setting 'colour' (--colour)"),
+        (["serve", "router", "--state"], "--state has no value"),
+        (["serve", "router", "red"], "'red' is not a flag"),
+        (["serve", "router", "--cluster-key", "k" * 32], "TANDEM_CLUSTER_KEY instead"),
+        (["up", "--decode", "0"], "nobody would decode"),
+        (["up", "--prefill", "-1"], "negative"),
+        (["up", "--policy", "best"], "allowed: prefix"),
+        (["up", "--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["chat", "--url", "ftp://x"], "address of a server"),
+        (["chat", "--url", "http://127.0.0.1:1"], "is `tandem up` running?"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == EXIT_CONFIGURATION
+    assert result.stderr.startswith("error: ") and message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_help_gives_examples(command: str) -> None:
+    assert f"tandem {command} " in CliRunner().invoke(app, [command, "--help"]).stdout
+
+
+def test_a_taken_port_is_told_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run([*TANDEM, "up", "--json", "--port", str(port)], capture_output=True, text=True)
+    assert done.returncode == EXIT_CONFIGURATION
+    assert f"port {port}" in done.stderr and "--port" in done.stderr
+    assert done.stdout == ""  # no event
+
+
+def test_up_obeys_flags_then_environment_then_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text('port = 9001\nthreads = 3\ncluster = "mine"\nmodel = "filed"\n')
+    monkeypatch.setenv("TANDEM_THREADS", "4")
+    monkeypatch.setenv("TANDEM_STATE", "redis://127.0.0.1:6390")
+    settings = _settings(UpOptions(config=file, flags={"model": "flagged"}), workers=2)
+    assert settings["port"] == 9001 and settings["threads"] == 4 and settings["cluster"] == "mine"
+    assert settings["model"] == "flagged" and settings["state"] == "redis://127.0.0.1:6390"
+    monkeypatch.delenv("TANDEM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    assert 1 <= _settings(UpOptions(), workers=1)["threads"] <= cores
+    assert _settings(UpOptions(), workers=10 * cores)["threads"] == 1
+
+
+def test_a_server_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "redis-server"
+    old.write_text("#!/bin/sh\necho 'Redis server v=6.0.16 sha=00000000:0 malloc=jemalloc bits=64'\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_server() != str(old)
+    monkeypatch.setenv("TANDEM_REDIS_SERVER", str(old))
+    with pytest.raises(StateServerError, match="version 6"):
+        find_server()
+
+
+def test_nothing_is_left_of_a_killed_up(tmp_path: Path) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    model = tiny_model(tmp_path / "model")
+    arguments = ["--json", "--port", "0", "--model", str(model), "--dummy-seed", "1", "--kv-memory", "16MiB"]
+    process = subprocess.Popen(
+        [*TANDEM, "up", *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    events = [json.loads(process.stdout.readline())]
+    while events[-1]["event"] != "ready":
+        events.append(json.loads(process.stdout.readline()))
+    children = _children(process.pid)
+    assert set(events[-1]["pids"].values()) < children  # and the cluster state
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in children if _runs(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+    assert set(os.listdir("/dev/shm")) <= segments
+
+
+def _children(parent: int) -> set[int]:
+    tasks = Path(f"/proc/{parent}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+    logging.basicConfig(level="WARNING", force=True)
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+@pytest.mark.parametrize(("level", "spoken"), [("debug", 4), ("info", 3), ("warning", 2), ("error", 1)])
+def test_all_loggers_obey_the_level(
+    level: str, spoken: int, style: str, capsys: pytest.CaptureFixture[str], restored_logging: None
+) -> None:
+    logs.configure(level, style)
+    log = structlog.get_logger()
+    for name in ("debug", "info", "warning", "error"):
+        getattr(log, name)("ours")
+        getattr(logging.getLogger("some.library"), name)("theirs")
+        getattr(logging.getLogger("uvicorn.error"), name)("uvicorn")
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("ours" in line for line in lines) == spoken
+    assert sum("theirs" in line for line in lines) == spoken
+    assert sum("uvicorn" in line for line in lines) == (4 if level == "debug" else min(2, spoken))
+
+
+def test_json_lines_hold_exceptions(capsys: pytest.CaptureFixture[str], restored_logging: None) -> None:
+    logs.configure("info", "json")
+    secret = "text of a prompt"  # in the frame
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        structlog.get_logger().exception("ours")
+        logging.getLogger("library").exception("theirs")
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["ours", "theirs"]
+    assert all("RuntimeError: broken" in json.loads(line)["exception"] for line in lines)
+    assert not any(secret in line for line in lines)  # no variables of the frames
