@@ -148,6 +148,14 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether the address means all interfaces."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host == ""
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
     try:
@@ -199,7 +207,7 @@ def _check(name: str, value: Any, source: str) -> None:
         problem = f"{value!r} must be a word without spaces and any of :*?[]\\"
     elif name == "cluster_key" and value and len(value) < 16:
         problem = "it is shorter than 16 characters; use e.g. `openssl rand -hex 32`"
-    elif name == "bind" and value in ("", "0.0.0.0", "::"):
+    elif name == "bind" and is_unspecified(value):
         problem = f"{value!r} is no address that others can call: name one of this machine's own"
     elif name == "state" and value and not value.startswith(("redis://", "rediss://", "unix://")):
         problem = "it must begin with redis://, rediss:// or unix://"

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from engine.weights.resolve import DEFAULT_MODEL, model_name
 from services.cluster_state import LEASE_SECONDS, ClusterState
-from services.config import GatewayConfig, RouterConfig, WorkerConfig, given, load
+from services.config import GatewayConfig, RouterConfig, WorkerConfig, given, is_unspecified, load
 from services.embedded_state import EmbeddedState
 from services.prepare import StartFailed, prepare_model
 from services.process import available_cores, stop_signal
@@ -147,7 +147,9 @@ async def _start(
             )
         await asyncio.sleep(0.1)
     await supervisor.start()
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings["host"], settings["host"])
+    host = settings["host"]
+    if is_unspecified(host):
+        host = "::1" if ":" in host else "127.0.0.1"
     url = f"http://[{host}]:{settings['port']}" if ":" in host else f"http://{host}:{settings['port']}"
     await _wait_ready(state, url, supervisor)
     return url

@@ -73,7 +73,7 @@ class SdpaBackend(AttentionBackend):
 
     def __init__(self, cache: KVCache, kind: LayerKind) -> None:
         if kind.sliding_window is not None or kind.logit_softcap is not None:
-            raise NotImplementedError("the CPU attention backend offers neither sliding windows nor logit soft-caps")
+            raise ValueError("the CPU attention backend offers neither sliding windows nor logit soft-caps")
         if kind.num_heads % cache.spec.num_kv_heads:
             raise ValueError(f"{kind.num_heads} query heads cannot share {cache.spec.num_kv_heads} KV heads evenly")
         self.cache = cache

@@ -120,7 +120,7 @@ def test_layers_are_announced_when_their_kv_is_in_the_cache():
 
 def test_what_the_backend_cannot_do_is_refused():
     cache = KVCache(KVCacheSpec(1, 16, 2, 8, torch.float32), 1)
-    with pytest.raises(NotImplementedError, match="sliding"):
+    with pytest.raises(ValueError, match="sliding"):
         SdpaBackend(cache, LayerKind(4, 1.0, sliding_window=8))
     with pytest.raises(ValueError, match="evenly"):
         SdpaBackend(cache, LayerKind(3, 1.0))
