@@ -191,8 +191,10 @@ class ClusterState:
             try:
                 async with self._listener.pubsub() as pubsub:
                     await pubsub.subscribe(self._channel)
-                    async for message in pubsub.listen():
-                        if message["type"] == "message":
+                    # With a timeout, since the client library may swallow a cancellation.
+                    while not self._closing:
+                        message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.5)
+                        if message is not None:
                             await self._refresh(message["data"].decode(errors="replace"))
             except _ERRORS:
                 await asyncio.sleep(random.uniform(0.2, 0.6))
