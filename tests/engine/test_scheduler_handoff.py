@@ -1,0 +1,153 @@
+"""Sequences whose KV comes from a peer, or goes to one."""
+
+import pytest
+from fake_engine import BLOCK, FakeEngine, ask
+
+from engine.sequence import State
+
+
+def test_handoff_gives_the_same_tokens() -> None:
+    request = ask("r", list(range(10)))
+    prefill, decode = FakeEngine(), FakeEngine()
+    prefill.add(request, hold=True)
+    prefill.run()
+    held = prefill.scheduler.sequences["r"]
+    assert held.state is State.HELD and len(held.block_ids) == 3 and not prefill.scheduler.has_work()
+    assert prefill.scheduler.num_waiting == 0  # it costs no further work
+    assert decode.scheduler.reserve(decode.sequence(request))
+    assert decode.pool.counts()["transfer"] == 3 and not decode.scheduler.has_work()
+    decode.commit("r")
+    assert decode.pool.counts()["transfer"] == 0
+    decode.run()
+    decode.assert_exact(request)
+    assert decode.computed == len(decode.outputs["r"]) - 1  # no prompt token
+    prefill.scheduler.release("r")
+    prefill.assert_idle()
+    decode.assert_idle()
+    # What landed is a cached prefix like any other.
+    again = decode.add(ask("again", list(range(10))))
+    decode.run()
+    assert again.num_cached_tokens == 2 * BLOCK
+
+
+def test_the_first_token_can_end_a_handoff() -> None:
+    engine = FakeEngine()
+    assert engine.scheduler.reserve(engine.sequence(ask("r", [1, 2], max_tokens=1)))
+    engine.commit("r")
+    assert engine.ended["r"].finish_reason == "length"
+    assert engine.scheduler.commit("r", 1) is None
+    engine.run()
+    engine.assert_idle()
+
+
+def test_a_reserved_prefix_is_shared_and_only_the_rest_is_in_transfer() -> None:
+    engine = FakeEngine()
+    engine.add(ask("first", list(range(9)), max_tokens=1))
+    engine.run()
+    sequence = engine.sequence(ask("r", [*range(8), 50, 51, 52]))
+    assert engine.scheduler.reserve(sequence)
+    assert sequence.num_cached_tokens == 8 and engine.pool.counts()["transfer"] == 1
+    assert engine.scheduler.recompute("r") is sequence  # the transfer failed, its writer is fenced
+    assert engine.pool.counts()["transfer"] == 0
+    before = engine.computed
+    engine.run()
+    engine.assert_exact(sequence.request)
+    assert engine.computed - before == 3 + len(engine.outputs["r"]) - 1 and sequence.num_cached_tokens == 8
+    engine.assert_idle()
+
+
+def test_detaching_gives_the_shared_prefix_back() -> None:
+    engine = FakeEngine()
+    engine.add(ask("first", list(range(9)), max_tokens=1))
+    engine.run()
+    assert engine.scheduler.reserve(engine.sequence(ask("r", [*range(8), 50])))
+    blocks = engine.scheduler.detach("r", then_wait=False)
+    assert len(blocks) == 1 and engine.pool.num_free == engine.num_blocks - 1
+    assert engine.scheduler.detach("r", then_wait=True) == []
+    engine.pool.release(blocks)
+    engine.run()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("then_wait", [True, False])
+def test_detached_blocks_stay_away_until_released(then_wait: bool) -> None:
+    engine = FakeEngine()
+    sequence = engine.sequence(ask("r", list(range(9))))
+    assert engine.scheduler.reserve(sequence)
+    blocks = engine.scheduler.detach("r", then_wait=then_wait)
+    assert len(blocks) == 3
+    engine.run()
+    if then_wait:
+        engine.assert_exact(sequence.request)
+    else:
+        assert sequence.finish_reason == "abort"
+    assert engine.pool.counts()["transfer"] == 3 and engine.pool.num_free == engine.num_blocks - 3
+    engine.pool.release(blocks)
+    engine.assert_idle()
+
+
+def test_a_sequence_waits_for_detached_blocks_instead_of_ending_early() -> None:
+    engine = FakeEngine(num_blocks=6)
+    assert engine.scheduler.reserve(engine.sequence(ask("gone", list(range(60, 72)))))
+    blocks = engine.scheduler.detach("gone", then_wait=False)
+    request = ask("r", list(range(8)), max_tokens=12)
+    engine.add(request)
+    engine.run()  # to the point where nothing can go on: the rest of the pool is in the peer's hands
+    assert "r" not in engine.ended and not engine.scheduler.has_work()
+    engine.pool.release(blocks)
+    assert engine.scheduler.has_work()
+    engine.run()
+    engine.assert_exact(request)
+    engine.assert_idle()
+
+
+def test_no_work_while_all_blocks_are_held_by_peers() -> None:
+    engine = FakeEngine(num_blocks=3)
+    engine.add(ask("held", list(range(12))), hold=True)
+    engine.run()
+    waiting = ask("waiting", [1, 2, 3], deadline=9.0)
+    engine.add(waiting)
+    engine.run()
+    assert not engine.ended and engine.scheduler.num_waiting == 1
+    assert not engine.scheduler.has_work(now=8.0) and engine.scheduler.has_work(now=10.0)  # its deadline is work
+    engine.scheduler.release("held")
+    engine.run()
+    engine.assert_exact(waiting)
+    engine.assert_idle()
+
+
+def test_a_newcomer_that_fits_is_work_although_another_waits_for_peers() -> None:
+    engine = FakeEngine(num_blocks=4)
+    engine.add(ask("held", list(range(12))), hold=True)
+    engine.run()
+    engine.add(ask("large", list(range(50, 58)), max_tokens=1))
+    engine.run()
+    small = ask("small", [1, 2], max_tokens=2, priority=-1)
+    engine.add(small)
+    engine.run()
+    assert list(engine.ended) == ["small"]
+    engine.assert_exact(small)
+
+
+def test_reservations_leave_room_for_running_and_earlier_ones() -> None:
+    engine = FakeEngine(num_blocks=6, max_batched_tokens=64)
+    engine.add(ask("a", list(range(8)), max_tokens=20))
+    engine.step()
+    assert not engine.scheduler.reserve(engine.sequence(ask("too much", list(range(40, 56)))))
+    engine.add(ask("earlier", list(range(20, 36)), max_tokens=2))
+    assert not engine.scheduler.reserve(engine.sequence(ask("later", [1])))
+    assert engine.scheduler.reserve(engine.sequence(ask("urgent", [1], priority=-1)))
+
+
+def test_reserved_sequences_count_as_running_to_be() -> None:
+    engine = FakeEngine(num_blocks=64, max_running=2)
+    assert engine.scheduler.reserve(engine.sequence(ask("a", [1])))
+    engine.add(ask("b", [2]))
+    engine.add(ask("c", [3]))
+    engine.step()
+    assert engine.scheduler.num_running == 1
+    assert not engine.scheduler.reserve(engine.sequence(ask("d", [4])))
+    engine.commit("a")
+    assert engine.scheduler.num_running == 2
+    engine.run()
+    engine.assert_idle()
