@@ -129,6 +129,20 @@ def test_a_newcomer_that_fits_is_work_although_another_waits_for_peers() -> None
     engine.assert_exact(small)
 
 
+def test_a_commit_is_work_although_others_wait_for_peers() -> None:
+    engine = FakeEngine(num_blocks=4)
+    request = ask("landing", list(range(9)), max_tokens=3)
+    assert engine.scheduler.reserve(engine.sequence(request))
+    engine.add(ask("large", list(range(50, 60)), max_tokens=1))
+    engine.run()
+    assert not engine.ended and not engine.scheduler.has_work()
+    engine.commit("landing")
+    engine.run()
+    assert list(engine.ended) == ["landing", "large"]
+    engine.assert_exact(request)
+    engine.assert_idle()
+
+
 def test_reservations_leave_room_for_running_and_earlier_ones() -> None:
     engine = FakeEngine(num_blocks=6, max_batched_tokens=64)
     engine.add(ask("a", list(range(8)), max_tokens=20))
