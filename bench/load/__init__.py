@@ -1,0 +1,1 @@
+"""Sending: arrivals, the streaming HTTP client, load processes and their coordinator."""

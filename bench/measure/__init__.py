@@ -1,0 +1,1 @@
+"""Measuring: records of requests, statistics over them, service level objectives, the summary that `--json` writes."""

@@ -1,0 +1,106 @@
+"""The JSON that `--json` writes. Its names are stable: other tools read it; docs/bench.md defines every number."""
+
+import msgspec
+
+from bench.config import LoadConfig
+
+FORMAT_VERSION = 1
+
+
+class Distribution(msgspec.Struct, kw_only=True):
+    """Of a latency in milliseconds. `ci95` has the 95 % bootstrap interval of each statistic: [low, high].
+
+    All are None when nothing was measured.
+    """
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+    ci95: dict[str, tuple[float, float]] = {}
+
+
+class Throughput(msgspec.Struct, kw_only=True):
+    """Of completed requests, per second of the measured time."""
+
+    requests_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
+    input_tokens_per_s: float = 0.0
+    total_tokens_per_s: float = 0.0
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """Sums over completed requests."""
+
+    input: int = 0  # as the server counted them, else as they were made
+    output: int = 0
+    cached: int | None = None  # None: the server does not tell
+    predicted_cached: int | None = None  # what an endless cache would hold; None: the workload does not say
+    wrong_input_length: int = 0  # requests whose prompt the server counted otherwise than it was made
+    wrong_output_length: int = 0  # requests whose answer has another length than was asked for
+
+
+class Objective(msgspec.Struct, kw_only=True):
+    """One part of the SLO."""
+
+    name: str  # "ttft", "tpot", "e2e", "itl_p99" ...
+    limit_ms: float
+    attainment: float  # share of requests that met it, failed ones count as missed
+
+
+class Goodput(msgspec.Struct, kw_only=True):
+    """Requests that met every objective."""
+
+    slo: str
+    requests_per_s: float
+    attainment: float  # share of all requests that met every objective
+    ci95: tuple[float, float]  # of attainment
+    objectives: list[Objective]
+
+
+class Clients(msgspec.Struct, kw_only=True):
+    """Requests of one kind of unruly client. They are in no latency and no throughput."""
+
+    sent: int = 0
+    as_expected: int = 0  # slow: whole answer; disconnect, cancel: left when meant to; bad: refused with 4xx
+    unexpected: dict[str, int] = {}  # by kind of error
+
+
+class Check(msgspec.Struct, kw_only=True):
+    """Answers compared with what they should be."""
+
+    mode: str  # "greedy" or "expect"
+    compared: int = 0
+    equal: int = 0
+    different: list[str] = []  # one line each: which request, where they part
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """One run."""
+
+    config: LoadConfig
+    format_version: int = FORMAT_VERSION
+    started_at: str = ""  # ISO 8601, UTC
+    measured_s: float = 0.0  # from the first counted send to the last end
+    valid: bool = True
+    invalid_because: list[str] = []
+    interrupted: bool = False
+    requests: int = 0  # counted ones: without warm-up and unruly clients
+    completed: int = 0
+    errors: dict[str, int] = {}  # by kind
+    error_examples: dict[str, str] = {}  # by kind: what the server or the system said
+    retry_after_s: Distribution | None = None
+    ttft_ms: Distribution
+    tpot_ms: Distribution
+    itl_ms: Distribution
+    e2e_ms: Distribution
+    throughput: Throughput
+    tokens: Tokens
+    goodput: Goodput | None = None
+    clients: dict[str, Clients] = {}
+    check: Check | None = None
+    send_lag_ms: Distribution
+    loop_lag_ms: Distribution

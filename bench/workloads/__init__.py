@@ -1,0 +1,1 @@
+"""What is asked: synthetic prompts of exact length, chats, and recorded traces."""
