@@ -24,7 +24,8 @@ class WorkloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 0  # traces: no more requests than this; 0: all
     window: str = ""  # traces: "10m-20m", the part to replay
     mix: str = ""  # unruly clients: "slow=5%,disconnect=10%,cancel=5%,bad=5%"
-    slow_rate: float = 200.0  # slow clients: bytes a second that they read
+    slow_rate: float = 2000.0  # slow clients: bytes a second that they read
+    leave_after: str = "1-16"  # disconnecting clients: tokens that they wait for before they hang up
 
 
 class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +34,8 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str = ""
     endpoint: Endpoint = "completions"
-    tokenizer: str = ""
+    tokenizer: str = ""  # path of a tokenizer.json
+    chat_overhead: int = -1  # tokens that the chat template adds to one message; -1: not known
     workload: WorkloadConfig = WorkloadConfig()
     arrival: Arrival = "poisson"
     rate: float | None = None  # open loop

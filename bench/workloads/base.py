@@ -45,6 +45,8 @@ class Conversation(msgspec.Struct, kw_only=True):
 class Words(Protocol):
     """Makes text of recipes for one tokenizer (`bench.workloads.words`)."""
 
+    overhead: int  # tokens that open every prompt (BOS) and count with it
+
     def render(self, text: Text) -> str:
         """The text; each Synthetic part and each Literal with a length is exactly that many tokens."""
         ...
@@ -60,4 +62,6 @@ class Workload(Protocol):
     Raises `bench.errors.BenchError` for data that cannot be read, with file, line and reason.
     """
 
-    def __call__(self, config: WorkloadConfig, seed: int, words: Words) -> Iterator[Conversation]: ...
+    def __call__(self, config: WorkloadConfig, seed: int, words: Words) -> Iterator[Conversation]:
+        """Conversations of `config`, drawn with `seed`."""
+        ...
