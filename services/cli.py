@@ -8,12 +8,17 @@ from typing import Annotated
 
 import typer
 
+from bench.cli import app as bench
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     help="Tandem: disaggregated LLM serving. `tandem up` starts a cluster on this machine; `tandem chat` talks to it.",
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
 )
+
+
+app.add_typer(bench, name="bench")
 
 
 class Role(StrEnum):

@@ -108,7 +108,7 @@ class Answer:
 
     def _take(self, chunk: Chunk, now: float) -> None:
         record = self.record
-        if chunk.error is not None and bytes(chunk.error) != b"null":
+        if bytes(chunk.error) != b"null":
             self._fail("error_event", bytes(chunk.error).decode("utf-8", "replace"))
             return
         if chunk.usage is not None:
@@ -119,7 +119,7 @@ class Answer:
                 record.cached_tokens = details.cached_tokens
         for choice in chunk.choices or ():
             if choice.carries_output:
-                record.chunks.append(round(now - self._sent, 6))
+                record.chunks.append(now - self._sent)
                 if self._keep_text:
                     self.text.append(choice.piece)
             if choice.finish_reason is not None:

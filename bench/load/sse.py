@@ -2,6 +2,8 @@
 
 import msgspec
 
+_NULL = msgspec.Raw(b"null")
+
 
 class EventParser:
     """Gives the data of each event, however the bytes were cut."""
@@ -45,7 +47,7 @@ class Delta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: msgspec.Raw | None = None
+    tool_calls: msgspec.Raw = _NULL
 
 
 class Choice(msgspec.Struct):
@@ -67,8 +69,7 @@ class Choice(msgspec.Struct):
         """Whether it brings text or a part of a tool call."""
         if self.piece:
             return True
-        calls = None if self.delta is None else self.delta.tool_calls
-        return calls is not None and bytes(calls) not in (b"null", b"[]")
+        return self.delta is not None and bytes(self.delta.tool_calls) not in (b"null", b"[]")
 
 
 class Chunk(msgspec.Struct):
@@ -76,7 +77,7 @@ class Chunk(msgspec.Struct):
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = _NULL
 
 
 decode_chunk = msgspec.json.Decoder(Chunk).decode

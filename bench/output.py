@@ -1,0 +1,75 @@
+"""What a command leaves behind: tables on the terminal, files that the flags name."""
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from bench.errors import BenchError
+from bench.measure.experiment import Experiment
+from bench.measure.record_files import write_records
+from bench.options import Options
+from bench.report.tables import print_ratios, print_steps, print_summary
+
+
+def show(experiment: Experiment, console: Console) -> None:
+    """Prints the tables of the experiment."""
+    if experiment.kind == "run":
+        for run in experiment.runs:
+            print_summary(console, run)
+        return
+    print_steps(console, experiment)
+    if experiment.kind == "compare":
+        print_ratios(console, experiment)
+
+
+def require_writable(options: Options) -> None:
+    """Finds out before the load whether its results can be written. Raises BenchError."""
+    for path in (options.json, options.records, options.report, options.plots):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BenchError(f"there is no folder {path.absolute().parent} to write {path.name} into")
+    if options.records is not None and options.records.suffix not in (".jsonl", ".json", ".parquet"):
+        raise BenchError(f"--records {options.records} must end in .jsonl or .parquet")
+    if options.report is not None or options.plots is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise BenchError("pictures need matplotlib: pip install 'tandem-serve[bench]'") from error
+
+
+def write(experiment: Experiment, options: Options, console: Console) -> None:
+    """Writes the files that were asked for and says so."""
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(to_json(experiment), indent=2) + b"\n")
+        console.print(f"summary: {options.json}", highlight=False)
+    if options.records is not None:
+        for number, run in enumerate(experiment.runs):
+            path = _numbered(options.records, number if len(experiment.runs) > 1 else None)
+            write_records(path, run.result.records)
+            console.print(f"records: {path}", highlight=False)
+    if options.report is not None:
+        from bench.report.html import write_html
+
+        write_html(options.report, experiment)
+        console.print(f"report: {options.report}", highlight=False)
+    if options.plots is not None:
+        from bench.report.html import write_pngs
+
+        for path in write_pngs(options.plots, experiment):
+            console.print(f"picture: {path}", highlight=False)
+
+
+def to_json(experiment: Experiment) -> bytes:
+    """The summary of a run; of the other commands, all summaries and what was found, as docs/bench.md defines."""
+    if experiment.kind == "run":
+        return msgspec.json.encode(experiment.runs[0].summary)
+    runs = [
+        {"label": run.label, "target": run.target, "load": run.load} | msgspec.to_builtins(run.summary)
+        for run in experiment.runs
+    ]
+    found = {"kind": experiment.kind, "title": experiment.title, "axis": experiment.axis, "runs": runs}
+    return msgspec.json.encode(found | {"search": experiment.search, "ratios": experiment.ratios})
+
+
+def _numbered(path: Path, number: int | None) -> Path:
+    return path if number is None else path.with_stem(f"{path.stem}-{number}")
