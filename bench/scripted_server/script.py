@@ -22,7 +22,7 @@ class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """How one streamed request is answered. Times are in seconds."""
 
     ttft: float = 0.05
-    gaps: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)] = (0.02,)  # between messages with text, over and over
+    gaps: Annotated[tuple[float, ...], msgspec.Meta(min_length=1)] = (0.02,)  # between messages; over and over
     tokens: int | Literal["asked"] = "asked"  # "asked": as many as the request wants; 0: an empty answer
     tokens_per_message: int = 1
     usage: bool = True  # tells token counts to those who ask for them

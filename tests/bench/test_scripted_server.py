@@ -132,7 +132,7 @@ def test_split_sends_bytes_alone(tmp_path: Path) -> None:
         segments = []
         for _ in range(2):
             with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
-                got = exchange(connection)
+                exchange(connection)
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
                 segments.append(int.from_bytes(info[152:156], sys.byteorder))  # tcpi_data_segs_in
         assert segments[0] < 20
