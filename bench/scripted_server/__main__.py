@@ -31,7 +31,7 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="An OpenAI server whose delays and faults are known.")
     parser.add_argument("--script", type=Path, required=True, help="JSON, as bench.scripted_server.script has it")
-    parser.add_argument("--log", type=Path, help="where lines are added as answers end")
+    parser.add_argument("--log", type=Path, help="where a line is written as each answer ends")
     parser.add_argument("--port", type=int, default=0, help="0: any")
     arguments = parser.parse_args()
     script = msgspec.json.decode(arguments.script.read_bytes(), type=Script)

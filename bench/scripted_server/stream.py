@@ -20,7 +20,7 @@ class Log:
     def __init__(self, script: Script, path: Path | None) -> None:
         self.script = script
         self._numbers = itertools.count()
-        self._file = path.open("ab", buffering=0) if path else None
+        self._file = path.open("wb", buffering=0) if path else None
 
     def next(self, path: str, ask: Ask) -> Sent:
         """The line of a request that has just arrived."""
