@@ -90,7 +90,8 @@ class Summary(msgspec.Struct, kw_only=True):
     interrupted: bool = False
     requests: int = 0  # counted ones: without warm-up and unruly clients
     completed: int = 0
-    errors: dict[str, int] = {}  # by kind
+    unfinished: int = 0  # under way when the run was ended: neither completed nor failed
+    errors: dict[str, int] = {}  # by kind; requests = completed + errors + unfinished
     error_examples: dict[str, str] = {}  # by kind: what the server or the system said
     retry_after_s: Distribution | None = None
     ttft_ms: Distribution
