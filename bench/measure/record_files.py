@@ -1,5 +1,6 @@
 """Files of records, one for each request: JSON lines to read, Parquet to query and plot."""
 
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -67,11 +68,9 @@ def _read_json_lines(path: Path) -> list[Record]:
 
 def _pyarrow() -> tuple[ModuleType, ModuleType]:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        return import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError as error:
         raise BenchError("Parquet needs pyarrow: pip install 'tandem-serve[bench]', or use .jsonl") from error
-    return pyarrow, pyarrow.parquet
 
 
 def _write_parquet(path: Path, records: list[Record]) -> None:
@@ -86,15 +85,17 @@ def _write_parquet(path: Path, records: list[Record]) -> None:
     columns = [(field.name, column_types[field.type]) for field in msgspec.structs.fields(Record)]
     columns += [(name, pa.float64()) for name in ("ttft_ms", "tpot_ms", "e2e_ms")]
     table = pa.Table.from_pylist([_row(record) for record in records], schema=pa.schema(columns))
-    parquet.write_table(table, path, compression="zstd")
+    with path.open("wb") as file:
+        parquet.write_table(table, file, compression="zstd")
 
 
 def _read_parquet(path: Path) -> list[Record]:
     pa, parquet = _pyarrow()
     try:
-        file = parquet.ParquetFile(path)
-        present = [name for name in _NAMES if name in file.schema_arrow.names]
-        rows = file.read(columns=present).to_pylist()
+        with path.open("rb") as opened:
+            file = parquet.ParquetFile(opened)
+            present = [name for name in _NAMES if name in file.schema_arrow.names]
+            rows = file.read(columns=present).to_pylist()
         return msgspec.convert(rows, list[Record])
     except (pa.ArrowInvalid, msgspec.ValidationError) as error:
         raise BenchError(f"{path} holds no records: {error}") from error
