@@ -106,7 +106,7 @@ def read_mooncake(path: Path) -> list[TraceRequest]:
                     continue
                 try:
                     requests.append(decode(line))
-                except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                except msgspec.MsgspecError as error:
                     raise BenchError(
                         f"{path}:{number}: {error}. A line of a Mooncake trace is "
                         '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}'
