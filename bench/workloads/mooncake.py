@@ -40,13 +40,14 @@ class EndlessCache:
         self._seen: dict[tuple[int, int], tuple[int, int]] = {}
 
     def admit(self, blocks: Iterable[tuple[int, int]]) -> int:
-        """Adds a prompt of blocks (hash id, tokens); returns how many of its leading tokens were there already."""
-        shared, node, inside = 0, 0, True
+        """Adds a prompt of blocks (hash id, tokens); returns how many of its leading tokens were there already.
+
+        No block but the last may be shorter than others of its id, so nothing is known behind a block known in part.
+        """
+        shared, node = 0, 0
         for hash_id, tokens in blocks:
             child, known = self._seen.get((node, hash_id), (len(self._seen) + 1, 0))
-            if inside:
-                shared += min(known, tokens)
-                inside = known >= tokens
+            shared += min(known, tokens)
             self._seen[node, hash_id] = child, max(known, tokens)
             node = child
         return shared
