@@ -37,6 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # tokens; None: what the model was made for
     vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
     dtype: str = "float32"
+    device: str = "cpu"
     threads: int | None = None  # None: leave torch's default
     dummy_seed: int | None = None  # random weights from this seed instead of the folder's
     allocate: Callable[[int], Any] | None = None  # gives a writable buffer of so many bytes for the KV cache
@@ -87,7 +88,7 @@ class Engine:
         num_blocks = config.num_blocks if config.num_blocks is not None else config.kv_memory // spec.block_bytes
         buffer = config.allocate(num_blocks * spec.block_bytes) if config.allocate is not None else None
         self.fingerprint = fingerprint
-        self.kv_cache = KVCache(spec, num_blocks, buffer)
+        self.kv_cache = KVCache(spec, num_blocks, buffer, config.device)
         self.max_model_len = min(
             config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings
         )
@@ -102,7 +103,7 @@ class Engine:
             max_model_len=self.max_model_len,
         )
         kind = LayerKind(model_config.num_heads, model_config.head_dim**-0.5)
-        self._runner = Runner(model, SdpaBackend(self.kv_cache, kind), Sampler(self.vocab_size))
+        self._runner = self._make_runner(model, kind, config)
         self._arrivals = itertools.count()
         self._pending: list[TokenOutput] = []  # go out with the next step
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # of prompts under way
@@ -114,12 +115,29 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model, model_config = load_model(
-            folder, dtype=getattr(torch, config.dtype), dummy_seed=config.dummy_seed, progress=progress
+            folder,
+            dtype=getattr(torch, config.dtype),
+            device=config.device,
+            dummy_seed=config.dummy_seed,
+            progress=progress,
         )
         identity = fingerprint(folder, config.dtype)
         if config.dummy_seed is not None:
             identity += f"-dummy-{config.dummy_seed}"
         return cls(model, model_config, identity, config)
+
+    def _make_runner(self, model: Model, kind: LayerKind, config: EngineConfig) -> Runner:
+        sampler = Sampler(self.vocab_size)
+        if config.device == "cpu":
+            return Runner(model, SdpaBackend(self.kv_cache, kind), sampler)
+        from engine.attention.paged import PagedBackend
+        from engine.decode_graphs import DecodeGraphs
+
+        pages = -(-self.max_model_len // config.block_size)
+        attention = PagedBackend(self.kv_cache, kind, 2 * config.max_running, pages)
+        with torch.inference_mode():
+            graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size)
+        return Runner(model, attention, sampler, config.device, graphs)
 
     # Requests
 

@@ -48,15 +48,15 @@ class KVCache:
     """`tensor` [num_blocks, num_layers, block_size, num_kv_heads, 2 * head_dim]: K, then V in the last dimension.
 
     `buffer` is writable memory of at least `num_blocks * spec.block_bytes` bytes, such as an mmap of shared memory;
-    without one the cache allocates its own. It is filled with zeros, which also makes every page resident.
+    without one the cache allocates its own on `device`. It is filled with zeros, which also makes every page resident.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, buffer: Any = None) -> None:
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, buffer: Any = None, device: str = "cpu") -> None:
         size = num_blocks * spec.block_bytes
         if num_blocks < 1:
             raise KVCacheError(f"a KV cache needs at least one block, not {num_blocks}: give it more memory")
         if buffer is None:
-            data = torch.zeros(size, dtype=torch.uint8)
+            data = torch.zeros(size, dtype=torch.uint8, device=device)
         else:
             with memoryview(buffer) as view:
                 if view.readonly or view.nbytes < size:
@@ -67,7 +67,7 @@ class KVCache:
             data = torch.frombuffer(buffer, dtype=torch.uint8, count=size).zero_()
         self.spec = spec
         self.num_blocks = num_blocks
-        self._bytes = data.numpy().data
+        self._bytes = data.numpy().data if data.device.type == "cpu" else None
         self.tensor = data.view(spec.dtype).view(
             num_blocks, spec.num_layers, spec.block_size, spec.num_kv_heads, 2 * spec.head_dim
         )
@@ -80,5 +80,7 @@ class KVCache:
         """The contiguous bytes of one block, readable and writable in place. Layer `l` starts at `l * layer_bytes`."""
         if not 0 <= block_id < self.num_blocks:
             raise KVCacheError(f"block {block_id} is not among the {self.num_blocks} blocks of this cache")
+        if self._bytes is None:
+            raise KVCacheError(f"the bytes of a block on {self.tensor.device} cannot be viewed by the CPU")
         start = block_id * self.spec.block_bytes
         return self._bytes[start : start + self.spec.block_bytes]

@@ -75,9 +75,28 @@ class Sampler:
         return top_logprobs(logprobs, token_ids, [count] * len(token_ids))
 
 
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Greedy choice int64 [M] of logits [M, V]; -1 where NaN or infinity is the best."""
+    best, tokens = logits.max(dim=-1)  # NaN anywhere in a row makes its maximum NaN
+    return torch.where(torch.isfinite(best), tokens, -1)
+
+
+def plainly_greedy(params: SamplingParams) -> bool:
+    """Whether nothing but the best logit decides."""
+    return (
+        params.temperature < _GREEDY_BELOW
+        and params.logprobs is None
+        and not params.logit_bias
+        and not params.min_tokens
+        and params.repetition_penalty == 1.0
+        and not params.frequency_penalty
+        and not params.presence_penalty
+    )
+
+
 def top_logprobs(logprobs: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """Of logprobs [M, V]: the given token's entry of each row, and the `counts[m]` best ones, best first."""
-    chosen = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1).tolist()
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device).unsqueeze(1)).squeeze(1).tolist()
     values, ids = torch.topk(logprobs, min(max(counts), logprobs.shape[1]), dim=-1)
     tops = [list(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
     return [
@@ -90,28 +109,33 @@ def _shape(logits: torch.Tensor, row: SamplerRow) -> None:
     """Applies bias, min_tokens and penalties to one row [V] in place."""
     params = row.params
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias))
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        ids = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits.device)
     if row.num_output_tokens < params.min_tokens and (ends := params.stop_token_ids + params.eos_token_ids):
         logits[[token for token in ends if token < len(logits)]] = -torch.inf
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(row.token_ids)
+        seen = torch.tensor(row.token_ids, device=logits.device)
         values = logits[seen]  # a token seen twice is written twice with the same value
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.frequency_penalty or params.presence_penalty) and row.num_output_tokens:
         used, times = np.unique(row.token_ids[row.num_prompt_tokens :], return_counts=True)
         penalties = params.frequency_penalty * times + params.presence_penalty
-        logits[torch.from_numpy(used)] -= torch.from_numpy(penalties).float()
+        logits[torch.from_numpy(used).to(logits.device)] -= torch.from_numpy(penalties).float().to(logits.device)
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """Samples from logits [M, V], which it overwrites: inverts the cumulative distribution in order of token id."""
-    logits.div_(torch.tensor([row.params.temperature for row in rows]).unsqueeze(1))
+    device = logits.device
+    logits.div_(torch.tensor([row.params.temperature for row in rows], device=device).unsqueeze(1))
     best = logits.amax(dim=-1, keepdim=True)
-    least = [_least(logits[i].numpy(), row.params) for i, row in enumerate(rows)]
-    logits.masked_fill_(logits < torch.tensor(least).unsqueeze(1), -torch.inf)
+    if device.type == "cpu":
+        least = torch.tensor([_least(logits[i].numpy(), row.params) for i, row in enumerate(rows)]).unsqueeze(1)
+    else:
+        least = _least_by_sorting(logits, best, [row.params for row in rows])
+    logits.masked_fill_(logits < least, -torch.inf)
     cumulative = logits.sub_(best).exp_().cumsum(dim=-1, dtype=torch.float64)
-    uniforms = torch.tensor([uniform(row.params.seed, row.num_output_tokens) for row in rows], dtype=torch.float64)
+    drawn = [uniform(row.params.seed, row.num_output_tokens) for row in rows]
+    uniforms = torch.tensor(drawn, dtype=torch.float64, device=device)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first entry beyond the target exists and has a probability above zero.
     target = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -138,6 +162,23 @@ def _least(logits: npt.NDArray[np.float32], params: SamplingParams) -> float:
                 break
     if params.min_p > 0.0:
         least = max(least, best + math.log(params.min_p))
+    return least
+
+
+def _least_by_sorting(logits: torch.Tensor, best: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """The same [M, 1] for many rows at once, without leaving the device of logits [M, V]; best [M, 1]."""
+    device, size = logits.device, logits.shape[1]
+    margins = [max(-_NEGLIGIBLE, math.log(p.min_p) if p.min_p > 0 else -math.inf) for p in params]
+    least = best + torch.tensor(margins, device=device).unsqueeze(1)
+    cut = [i for i, p in enumerate(params) if 0 < p.top_k < size or p.top_p < 1.0]
+    if cut:
+        values = logits[cut].sort(dim=-1, descending=True).values
+        counts = torch.tensor([params[i].top_k if 0 < params[i].top_k < size else size for i in cut], device=device)
+        kth = values.gather(1, counts.unsqueeze(1) - 1)
+        mass = (values - values[:, :1]).double().exp().masked_fill_(values < kth, 0.0).cumsum(dim=-1)
+        share = torch.tensor([params[i].top_p for i in cut], dtype=torch.float64, device=device).unsqueeze(1)
+        last = torch.searchsorted(mass, share * mass[:, -1:]).clamp_(max=size - 1)
+        least[cut] = torch.maximum(least[cut], torch.maximum(kth, values.gather(1, last)))
     return least
 
 

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotation
+
 
 @dataclass(frozen=True)
 class LayerKind:
@@ -34,8 +37,27 @@ class Span(NamedTuple):
     length: int
 
 
+class HeadNorms(NamedTuple):
+    """Norms of each query head and key head, for families that have them."""
+
+    query: RMSNorm
+    key: RMSNorm
+
+
 class AttentionContext(ABC):
     """Attention of one step. The step's N tokens stand in the order of its spans."""
+
+    def forward_projected(
+        self, layer: int, qkv: torch.Tensor, heads: tuple[int, int, int], norms: HeadNorms | None, rotation: Rotation
+    ) -> torch.Tensor:
+        """Attention of what the projection gave: norms and rotates, then `forward`.
+
+        qkv [N, sum(heads) * head_dim], `heads` of queries, keys and values; returns [N, num_heads, head_dim].
+        """
+        q, k, v = qkv.view(qkv.shape[0], sum(heads), -1).split(heads, dim=1)
+        if norms is not None:
+            q, k = norms.query(q), norms.key(k)
+        return self.forward(layer, rotation(q), rotation(k), v)
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -3,20 +3,14 @@
 A family (`engine.models`) says in a few flags what is its own.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
+from engine.attention.base import AttentionContext, HeadNorms
 from engine.config import ModelConfig
 from engine.layers.linear import GatedLinear, Linear
 from engine.layers.norm import RMSNorm
-from engine.layers.rotary import Rotary, rotate
-
-if TYPE_CHECKING:
-    from engine.attention.base import AttentionContext
+from engine.layers.rotary import Rotary, Rotation
 
 
 class Attention(nn.Module):
@@ -31,15 +25,11 @@ class Attention(nn.Module):
         self.output = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.norms = HeadNorms(self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
 
-    def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionContext
-    ) -> torch.Tensor:
-        """x [N, hidden]; cos, sin [N, 1, head_dim]."""
-        q, k, v = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        attended = attention.forward(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+    def forward(self, x: torch.Tensor, rotation: Rotation, attention: AttentionContext) -> torch.Tensor:
+        """[N, hidden] to the same."""
+        attended = attention.forward_projected(self.layer, self.qkv(x), self.heads, self.norms, rotation)
         y: torch.Tensor = self.output(attended.reshape(x.shape[0], -1))
         return y
 
@@ -82,12 +72,12 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: AttentionContext
+        self, x: torch.Tensor | None, stream: torch.Tensor, rotation: Rotation, attention: AttentionContext
     ) -> torch.Tensor:
-        """[N, hidden] to the same; x is changed in place."""
-        x += self.attention(self.input_norm(x), cos, sin, attention)
-        x += self.mlp(self.post_norm(x))
-        return x
+        """Adds x [N, hidden], given by the layer before, to the residual stream in place; returns what to add next."""
+        x = self.attention(self.input_norm.add(x, stream), rotation, attention)
+        y: torch.Tensor = self.mlp(self.post_norm.add(x, stream))
+        return y
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Checkpoint name of each weight, from the layer on, to the rows of our parameters that hold it."""
@@ -147,11 +137,12 @@ class Decoder(nn.Module):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
         """Hidden states [N, hidden] of tokens int64 [N] at positions int64 [N]; N tokens of any sequences."""
         assert self.rotary is not None, "finish_loading was not called"
-        x: torch.Tensor = self.embedding(token_ids)
-        cos, sin = self.rotary.at(positions, x.dtype)
+        stream: torch.Tensor = self.embedding(token_ids)
+        rotation = self.rotary.at(positions, stream.dtype)
+        x = None
         for layer in self.layers:
-            x = layer(x, cos, sin, attention)
-        return x
+            x = layer(x, stream, rotation, attention)
+        return stream if x is None else stream.add_(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, vocab] of hidden states [M, hidden]."""

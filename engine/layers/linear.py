@@ -62,7 +62,12 @@ class GatedLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, parts[0]]."""
         if not self._packed:
-            gate, up = functional.linear(x, self.weight, self.bias).chunk(2, dim=-1)
+            both = functional.linear(x, self.weight, self.bias)
+            if both.is_cuda:
+                from engine.kernels.activation import silu_mul
+
+                return silu_mul(both)
+            gate, up = both.chunk(2, dim=-1)
             return functional.silu(gate).mul_(up)
         gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
         gate = _multiply(x, self._packed[0], gate_bias, "swish")

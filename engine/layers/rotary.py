@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al., 2021), half-split layout, with the scalings of Llama 3."""
 
 import math
+from functools import cached_property
 
 import torch
 
@@ -13,22 +14,37 @@ class Rotary:
     def __init__(self, config: ModelConfig, device: str) -> None:
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(config))  # [positions, head_dim / 2]
-        self._cos = angles.cos().to(device)
-        self._sin = angles.sin().to(device)
+        self.cos = angles.cos().to(device)
+        self.sin = angles.sin().to(device)
 
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [N, 1, head_dim] of positions int64 [N], for `rotate`."""
-        cos, sin = self._cos[positions].to(dtype), self._sin[positions].to(dtype)
+    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> "Rotation":
+        """The rotation of N tokens at positions int [N]."""
+        return Rotation(self.cos, self.sin, positions, dtype)
+
+
+class Rotation:
+    """Rotates the heads of a step's tokens. `cos`, `sin` float32 [all positions, head_dim / 2]; `positions` int [N]."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> None:
+        self.cos = cos
+        self.sin = sin
+        self.positions = positions
+        self._dtype = dtype
+
+    @cached_property
+    def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, 1, head_dim] each; the second carries the sign of the first half."""
+        cos, sin = self.cos[self.positions].to(self._dtype), self.sin[self.positions].to(self._dtype)
         return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [N, heads, head_dim] rotated by its position; `sin` carries the sign of the first half."""
-    half = x.shape[-1] // 2
-    y = x * cos
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half])
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:])
-    return y
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, heads, head_dim], each token turned by its position."""
+        cos, sin = self._factors
+        half = x.shape[-1] // 2
+        y = x * cos
+        y[..., :half].addcmul_(x[..., half:], sin[..., :half])
+        y[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return y
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:

@@ -39,12 +39,15 @@ def load_model(
 
 def _randomise(model: Decoder, seed: int) -> None:
     """Seeded normal weights of a size that keeps activations tame; norms 1."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.weights().items():
+    weights = model.weights()
+    device = next(iter(weights.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, weight in weights.items():
         if name.endswith("norm.weight"):
             weight.fill_(1.0)
         else:
-            weight.copy_(torch.empty(weight.shape, dtype=torch.float32).normal_(0, 0.02, generator=generator))
+            drawn = torch.empty(weight.shape, dtype=torch.float32, device=device).normal_(0, 0.02, generator=generator)
+            weight.copy_(drawn)
 
 
 def _fill(model: Decoder, folder: Path, progress: Progress) -> None:

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from engine.attention.base import AttentionContext
 from engine.config import ModelError, RopeScaling, read_config
 from engine.layers.rotary import inverse_frequencies
 from engine.text.tokenizer import Tokenizer
@@ -135,7 +136,7 @@ def converted(source: Path) -> Path:
     return folder
 
 
-class DenseCausal:
+class DenseCausal(AttentionContext):
     """Attention over one sequence from position 0, without a cache."""
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from engine.attention.base import AttentionContext
 from engine.config import ModelConfig
 from engine.layers.linear import GatedLinear, Linear
 from engine.models.registry import model_class
@@ -13,7 +14,7 @@ from engine.weights.load import load_model
 from engine.weights.resolve import resolve
 
 
-class DenseCausal:
+class DenseCausal(AttentionContext):
     """Attention over one sequence from position 0, without a cache."""
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -22,7 +23,7 @@ class DenseCausal:
         return out.squeeze(0).transpose(0, 1)
 
 
-class Alone:
+class Alone(AttentionContext):
     """Each token attends to itself only, and its query counts: nothing here depends on the other tokens."""
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""Attention on CUDA devices: Triton kernels that read the paged cache in place.
+
+A step's tokens carry their position and the row of a table that lists their sequence's blocks. The table lives on the
+device from step to step, so that only what is new in it is sent: a sequence keeps its row as long as it keeps its
+blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionContext, HeadNorms, LayerKind, Span
+from engine.kernels.heads import prepare_heads
+from engine.kernels.paged_attention import paged_decode, paged_prefill, prefill_tile
+from engine.kv_cache import KVCache
+from engine.layers.rotary import Rotation
+
+IntArray = npt.NDArray[np.int32]
+
+
+class BlockTables:
+    """The block lists of sequences as rows int32 [rows, pages] of one tensor on the device."""
+
+    def __init__(self, rows: int, pages: int, device: str) -> None:
+        self.tensor = torch.zeros((rows, pages), dtype=torch.int32, device=device)
+        self._free = list(range(rows))
+        # By identity of the list, which a sequence keeps and extends as long as it keeps its blocks.
+        self._known: dict[int, tuple[Any, int, int]] = {}  # list, row, entries that the device has
+
+    def rows_of(self, block_lists: Sequence[Sequence[int]]) -> IntArray:
+        """Row of each list, brought up to date. Lists that are not among them may lose their rows."""
+        if len(block_lists) > len(self.tensor):
+            raise ValueError(f"{len(block_lists)} sequences in a step; the block table has {len(self.tensor)} rows")
+        present = {id(blocks) for blocks in block_lists}
+        missing = sum(id(blocks) not in self._known for blocks in block_lists)
+        if missing > len(self._free):
+            for key in [key for key in self._known if key not in present]:
+                self._free.append(self._known.pop(key)[1])
+        rows = np.empty(len(block_lists), dtype=np.int32)
+        changed: list[tuple[int, int, Sequence[int]]] = []
+        for i, blocks in enumerate(block_lists):
+            known = self._known.get(id(blocks))
+            row, count = (known[1], known[2]) if known is not None else (self._free.pop(), 0)
+            if len(blocks) > count:
+                changed.append((row, count, blocks[count:]))
+                self._known[id(blocks)] = (blocks, row, len(blocks))
+            rows[i] = row
+        if changed:
+            self._write(changed)
+        return rows
+
+    def _write(self, changed: list[tuple[int, int, Sequence[int]]]) -> None:
+        pages = self.tensor.shape[1]
+        places = np.concatenate([row * pages + start + np.arange(len(blocks)) for row, start, blocks in changed])
+        values = np.concatenate([np.asarray(blocks, dtype=np.int64) for _, _, blocks in changed])
+        sent = torch.from_numpy(np.stack((places, values))).pin_memory().to(self.tensor.device, non_blocking=True)
+        self.tensor.view(-1).index_copy_(0, sent[0], sent[1].int())
+
+
+class PagedContext(AttentionContext):
+    """One step. All tensors are int32 on the device; tokens with a table row of -1 are padding."""
+
+    def __init__(
+        self,
+        backend: "PagedBackend",
+        positions: torch.Tensor,  # [N]
+        table_rows: torch.Tensor,  # [N]
+        decodes: torch.Tensor,  # [B]: tokens that are alone of their sequence
+        tiles: torch.Tensor | None,  # [T, 2]: pieces of prompt chunks; None: there are none
+        on_layer: Callable[[int], None] | None = None,
+    ) -> None:
+        self.positions = positions
+        self.table_rows = table_rows
+        self.decodes = decodes
+        self.tiles = tiles
+        self._backend = backend
+        self._on_layer = on_layer
+
+    def forward_projected(
+        self, layer: int, qkv: torch.Tensor, heads: tuple[int, int, int], norms: HeadNorms | None, rotation: Rotation
+    ) -> torch.Tensor:
+        """See `AttentionContext.forward_projected`."""
+        tables, kind = self._backend.tables.tensor, self._backend.kind
+        cache = self._backend.cache.layer(layer)
+        norm = None if norms is None else (norms.query.weight, norms.key.weight, norms.query.eps)
+        q = prepare_heads(
+            qkv, rotation.cos, rotation.sin, self.positions, self.table_rows, tables, cache, heads[0], norm
+        )
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        out = torch.empty_like(q)
+        limits = (kind.scale, kind.sliding_window or 0, kind.logit_softcap or 0.0)
+        if len(self.decodes):
+            paged_decode(q, cache, tables, self.table_rows, self.positions, self.decodes, out, *limits)
+        if self.tiles is not None:
+            paged_prefill(q, cache, tables, self.table_rows, self.positions, self.tiles, out, *limits)
+        return out
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Of `AttentionContext`; here heads are always prepared by `forward_projected`."""
+        raise TypeError("on CUDA devices attention takes what the projection gave: call forward_projected")
+
+
+class PagedBackend(AttentionBackend):
+    """Plans steps for the kernels. `rows`: sequences of a step at most; `pages`: blocks of a sequence at most."""
+
+    def __init__(self, cache: KVCache, kind: LayerKind, rows: int, pages: int) -> None:
+        self.cache = cache
+        self.kind = kind
+        self.device = cache.tensor.device
+        self.tables = BlockTables(rows, pages, str(self.device))
+        self._tile = prefill_tile(cache.spec.head_dim)
+
+    def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> PagedContext:
+        """One transfer to the device for all of the step's index tensors."""
+        rows = self.tables.rows_of([span.block_ids for span in spans])
+        starts = np.array([span.start for span in spans], dtype=np.int32)
+        lengths = np.array([span.length for span in spans], dtype=np.int32)
+        firsts = np.cumsum(lengths, dtype=np.int32) - lengths
+        owner = np.repeat(np.arange(len(spans)), lengths)
+        positions = (np.arange(len(owner)) - firsts[owner] + starts[owner]).astype(np.int32)
+        tiles = [
+            (first + offset, min(self._tile, length - offset))
+            for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
+            if length > 1
+            for offset in range(0, length, self._tile)
+        ]
+        parts = [positions, rows[owner], firsts[lengths == 1], np.array(tiles, dtype=np.int32).reshape(-1)]
+        host = torch.from_numpy(np.concatenate(parts).astype(np.int32)).pin_memory()
+        sent = host.to(self.device, non_blocking=True).split([len(part) for part in parts])
+        return PagedContext(self, sent[0], sent[1], sent[2], sent[3].view(-1, 2) if tiles else None, on_layer)

@@ -1,0 +1,88 @@
+"""CUDA graphs of decode steps: hundreds of kernels start by one call, for batches padded to a few sizes.
+
+A step is mostly the reading of weights, and takes a few milliseconds; starting its kernels one by one would take the
+CPU as long. Graphs are captured at start, the largest first, so that all share one pool of memory.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.attention.base import Span
+from engine.attention.paged import PagedBackend, PagedContext
+from engine.runner import Model
+from engine.sampler import best_tokens
+
+_SMALL = (1, 2, 4)
+_STEP = 8  # sizes beyond: the multiples of this up to 64, then of more
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Sizes to which batches of up to `largest` are padded, ascending."""
+    sizes = [size for size in _SMALL if size < largest]
+    size = _STEP
+    while size < largest:
+        sizes.append(size)
+        size += _STEP if size < 64 else 2 * _STEP if size < 256 else 4 * _STEP
+    return [*sizes, largest]
+
+
+class DecodeGraphs:
+    """Graphs of one model and cache. A padded row has table row -1: kernels skip it."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: PagedBackend,
+        largest: int,
+        vocab_size: int,
+        progress: Callable[[float, str], None] = lambda fraction, what: None,
+    ) -> None:
+        """Captures graphs for batches of up to `largest` sequences. Logits beyond `vocab_size` are cut off."""
+        self._backend = backend
+        self._sizes = batch_sizes(largest)
+        self._inputs = torch.zeros((3, largest), dtype=torch.int32, device=backend.device)  # ids, positions, table rows
+        self._inputs[2] = -1
+        self._host = torch.empty((3, largest), dtype=torch.int32).pin_memory()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
+        pool = None
+        for done, size in enumerate(reversed(self._sizes)):
+            progress(done / len(self._sizes), f"graph of {size} sequences")
+            graph = torch.cuda.CUDAGraph()
+            self._compute(model, size, vocab_size)  # compiles kernels and lets libraries allocate
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=pool):
+                self._logits[size], self._tokens[size] = self._compute(model, size, vocab_size)
+            pool = graph.pool()
+            self._graphs[size] = graph
+
+    def _compute(self, model: Model, size: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids, positions, table_rows = self._inputs[:, :size]
+        every = torch.arange(size, dtype=torch.int32, device=self._backend.device)
+        context = PagedContext(self._backend, positions, table_rows, every, None)
+        logits = model.logits(model.forward(token_ids, positions, context))[:, :vocab_size]
+        return logits, best_tokens(logits)
+
+    @property
+    def largest(self) -> int:
+        """Sequences of a batch at most."""
+        return self._sizes[-1]
+
+    def run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [B, vocab_size], best token of each int64 [B]) of spans of one token each; valid until the next run.
+
+        A token is -1 where logits are not finite.
+        """
+        count = len(spans)
+        size = next(size for size in self._sizes if size >= count)
+        host = self._host[:, :size].numpy()
+        host[0, :count] = token_ids
+        host[1, :count] = [span.start for span in spans]
+        host[2, :count] = self._backend.tables.rows_of([span.block_ids for span in spans])
+        host[:2, count:] = 0
+        host[2, count:] = -1
+        self._inputs[:, :size].copy_(self._host[:, :size], non_blocking=True)
+        self._graphs[size].replay()
+        return self._logits[size][:count], self._tokens[size][:count]

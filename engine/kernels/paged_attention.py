@@ -1,0 +1,288 @@
+"""Attention over a paged KV cache: FlashAttention (Dao, 2022) for prompt chunks, split-KV decoding (Dao et al., 2023).
+
+The cache's layer is [blocks, page, kv_heads, 2 * dim], K then V, with any stride between blocks: a token's K and V of
+one head lie together. Softmax runs in base 2; sums are float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+_LOG2E = 1.4426950408889634
+_WARPS_A_CARD = 1056  # programs that fill an H100: eight for each of 132 multiprocessors
+_MOST_SPLITS = 32
+
+
+@triton.jit
+def _decode(
+    q,
+    cache,
+    tables,
+    table_rows,
+    positions,
+    rows,
+    out,
+    partial,
+    weights,
+    scale,
+    block_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One program for a sequence, a KV head with its GROUP (>= 16 rows) of query heads, and a split of the keys."""
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    PER_KV: tl.constexpr = HEADS // KV_HEADS
+    group = tl.arange(0, GROUP)
+    dims = tl.arange(0, DIM)
+    head = kv_head * PER_KV + group
+    inside = group < PER_KV
+    row = tl.load(rows + sequence).to(tl.int64)
+    table_row = tl.load(table_rows + row)
+    if table_row < 0:  # padding
+        return
+    length = tl.load(positions + row) + 1
+    queries = tl.load(q + (row * HEADS + head[:, None]) * DIM + dims[None, :], mask=inside[:, None], other=0.0)
+
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(0, length - WINDOW) // KEYS * KEYS
+    share = tl.cdiv(tl.cdiv(length - begin, SPLITS), KEYS) * KEYS
+    start = begin + split * share
+    end = tl.minimum(length, start + share)
+
+    best = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    result = tl.zeros([GROUP, DIM], tl.float32)
+    for first in range(start, end, KEYS):
+        keys = first + tl.arange(0, KEYS)
+        valid = keys < end
+        block = tl.load(tables + table_row * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
+        place = block * block_stride + (keys % PAGE) * (KV_HEADS * 2 * DIM) + kv_head * 2 * DIM
+        k = tl.load(cache + place[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(queries.dtype)
+        v = tl.load(cache + place[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(queries.dtype)
+        scores = tl.dot(queries, k, input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
+        scores = scores * 1.4426950408889634
+        seen = valid
+        if WINDOW > 0:
+            seen = valid & (keys >= length - WINDOW)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        result = result * shrink[:, None] + tl.dot(p.to(queries.dtype), v, input_precision="ieee")
+        best = higher
+    if SPLITS == 1:
+        result = result / total[:, None]
+        place = out + (row * HEADS + head[:, None]) * DIM + dims[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=inside[:, None])
+    else:
+        at = (sequence * HEADS + head) * SPLITS + split
+        tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask=inside[:, None])
+        tl.store(weights + at * 2, best, mask=inside)
+        tl.store(weights + at * 2 + 1, total, mask=inside)
+
+
+@triton.jit
+def _combine(partial, weights, table_rows, rows, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """One program for a sequence and query head: adds up what the splits found."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(rows + sequence).to(tl.int64)
+    if tl.load(table_rows + row) < 0:  # padding
+        return
+    splits = tl.arange(0, SPLITS)
+    dims = tl.arange(0, DIM)
+    at = (sequence * HEADS + head) * SPLITS + splits
+    best = tl.load(weights + at * 2)
+    total = tl.load(weights + at * 2 + 1)
+    factor = tl.exp2(best - tl.max(best, axis=0))
+    parts = tl.load(partial + at[:, None] * DIM + dims[None, :])
+    result = tl.sum(parts * factor[:, None], axis=0) / tl.sum(total * factor, axis=0)
+    tl.store(out + (row * HEADS + head) * DIM + dims, result.to(out.dtype.element_ty))
+
+
+def decode_splits(sequences: int, kv_heads: int) -> int:
+    """Into how many parts the keys are cut, so that few sequences fill the card, too. A power of two."""
+    wanted = -(-_WARPS_A_CARD // (sequences * kv_heads))
+    return int(min(_MOST_SPLITS, triton.next_power_of_2(wanted)))
+
+
+def paged_decode(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    table_rows: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Tokens that are alone of their sequences in a step, each against all keys up to its own.
+
+    q, out [N, heads, dim]; tables int32 [any, pages]; of each of the N tokens its row of `tables`, table_rows int32 [N]
+    (-1: padding, skipped), and its position, positions int32 [N]; rows int32 [B]: the tokens meant. Writes their rows
+    of `out`.
+    """
+    heads, dim = q.shape[1:]
+    page, kv_heads = cache.shape[1:3]
+    sequences = len(rows)
+    splits = decode_splits(sequences, kv_heads)
+    partial = torch.empty((sequences, heads, splits, dim) if splits > 1 else 0, dtype=torch.float32, device=q.device)
+    weights = torch.empty((sequences, heads, splits, 2) if splits > 1 else 0, dtype=torch.float32, device=q.device)
+    _decode[(sequences, kv_heads, splits)](
+        q,
+        cache,
+        tables,
+        table_rows,
+        positions,
+        rows,
+        out,
+        partial,
+        weights,
+        scale,
+        cache.stride(0),
+        tables.stride(0),
+        heads,
+        kv_heads,
+        max(16, triton.next_power_of_2(heads // kv_heads)),
+        dim,
+        page,
+        64 if dim <= 128 else 32,
+        splits,
+        window,
+        softcap,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine[(sequences, heads)](partial, weights, table_rows, rows, out, heads, dim, splits, num_warps=2)
+
+
+@triton.jit
+def _prefill(
+    q,
+    cache,
+    tables,
+    table_rows,
+    positions,
+    tiles,
+    out,
+    scale,
+    block_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """One program for a tile of query tokens and a query head. A tile: first row of q, rows."""
+    tile = tl.program_id(1)
+    head = tl.program_id(0)
+    row = tl.load(tiles + tile * 2).to(tl.int64)
+    count = tl.load(tiles + tile * 2 + 1)
+    table_row = tl.load(table_rows + row)
+    position = tl.load(positions + row)
+    queries = tl.arange(0, QUERIES)
+    dims = tl.arange(0, DIM)
+    kv_head = head // (HEADS // KV_HEADS)
+    inside = queries < count
+    place = (row + queries[:, None]) * (HEADS * DIM) + head * DIM + dims[None, :]
+    qs = tl.load(q + place, mask=inside[:, None], other=0.0)
+
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, DIM], tl.float32)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(0, position + 1 - WINDOW) // KEYS * KEYS
+    for first in range(begin, position + count, KEYS):
+        keys = first + tl.arange(0, KEYS)
+        valid = keys < position + count
+        block = tl.load(tables + table_row * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
+        at = block * block_stride + (keys % PAGE) * (KV_HEADS * 2 * DIM) + kv_head * 2 * DIM
+        k = tl.load(cache + at[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(qs.dtype)
+        scores = tl.dot(qs, k, input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
+        scores = scores * 1.4426950408889634
+        seen = keys[None, :] <= position + queries[:, None]
+        if WINDOW > 0:
+            seen = seen & (keys[None, :] > position + queries[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(best - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        v = tl.load(cache + at[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(qs.dtype)
+        result = result * shrink[:, None] + tl.dot(p.to(qs.dtype), v, input_precision="ieee")
+        best = higher
+    tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def prefill_tile(dim: int) -> int:
+    """Query tokens of a tile."""
+    return 128 if dim <= 128 else 64
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    tables: torch.Tensor,
+    table_rows: torch.Tensor,
+    positions: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> None:
+    """Chunks of prompts against all keys up to each of their tokens, which are in the cache already.
+
+    q, out, tables, table_rows, positions as in `paged_decode`; tiles int32 [T, 2]: first row of q and number of rows
+    (at most `prefill_tile`), which are neighbours in one sequence.
+    """
+    heads, dim = q.shape[1:]
+    page, kv_heads = cache.shape[1:3]
+    _prefill[(heads, len(tiles))](
+        q,
+        cache,
+        tables,
+        table_rows,
+        positions,
+        tiles,
+        out,
+        scale,
+        cache.stride(0),
+        tables.stride(0),
+        heads,
+        kv_heads,
+        dim,
+        page,
+        prefill_tile(dim),
+        64 if dim <= 128 else 32,
+        window,
+        softcap,
+        num_warps=8 if dim >= 128 else 4,
+        num_stages=3 if dim <= 128 else 2,
+    )
