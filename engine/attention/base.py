@@ -54,7 +54,7 @@ class AttentionContext(ABC):
 
         qkv [N, sum(heads) * head_dim], `heads` of queries, keys and values; returns [N, num_heads, head_dim].
         """
-        q, k, v = qkv.view(qkv.shape[0], sum(heads), -1).split(heads, dim=1)
+        q, k, v = qkv.view(qkv.shape[0], sum(heads), -1).split_with_sizes(heads, dim=1)
         if norms is not None:
             q, k = norms.query(q), norms.key(k)
         return self.forward(layer, rotation(q), rotation(k), v)

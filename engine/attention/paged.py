@@ -130,5 +130,5 @@ class PagedBackend(AttentionBackend):
         ]
         parts = [positions, rows[owner], firsts[lengths == 1], np.array(tiles, dtype=np.int32).reshape(-1)]
         host = torch.from_numpy(np.concatenate(parts).astype(np.int32)).pin_memory()
-        sent = host.to(self.device, non_blocking=True).split([len(part) for part in parts])
+        sent = host.to(self.device, non_blocking=True).split_with_sizes([len(part) for part in parts])
         return PagedContext(self, sent[0], sent[1], sent[2], sent[3].view(-1, 2) if tiles else None, on_layer)

@@ -27,4 +27,5 @@ class RMSNorm(nn.Module):
             return add_rms_norm(x, stream, self.weight, self.eps)
         if x is not None:
             stream += x
-        return self(stream)
+        normed: torch.Tensor = self(stream)
+        return normed
