@@ -1,5 +1,7 @@
 """Runs that belong together: what the four commands produce and what reports show."""
 
+from collections.abc import Awaitable, Callable
+
 import msgspec
 
 from bench.config import LoadConfig
@@ -16,6 +18,9 @@ class Run(msgspec.Struct, kw_only=True):
     config: LoadConfig
     result: RunResult
     summary: Summary
+
+
+Probe = Callable[[LoadConfig, str], Awaitable[Run]]  # carries out one load; the text is the run's label
 
 
 class Ratio(msgspec.Struct, kw_only=True):
@@ -47,3 +52,4 @@ class Experiment(msgspec.Struct, kw_only=True):
     axis: str = "rate"
     search: Search | None = None
     ratios: list[Ratio] = []
+    stopped_because: str = ""  # why not all runs were made; empty: all were

@@ -76,6 +76,7 @@ class Check(msgspec.Struct, kw_only=True):
     compared: int = 0
     equal: int = 0
     different: list[str] = []  # one line each: which request, where they part
+    unmatched: int = 0  # expect: answers that the file has nothing to compare with
 
 
 class Summary(msgspec.Struct, kw_only=True):
