@@ -1,7 +1,7 @@
 """Text of an exact number of tokens, made of words that are one token each.
 
-A tokenizer's vocabulary holds many whole words with a space before them, and its pre-tokenizer cuts at spaces, so that a
-text of n such words is n tokens, whatever the words. Which words are safe is found out by encoding, not assumed.
+A tokenizer's vocabulary holds many whole words with a space before them, and its pre-tokenizer cuts at spaces, so that
+a text of n such words is n tokens, whatever the words. Which words are safe is found out by encoding, not assumed.
 """
 
 import re
@@ -57,9 +57,7 @@ class TokenWords:
 
         Raises BenchError for a literal that cannot be cut to its length.
         """
-        return "".join(
-            self._synthetic(part) if isinstance(part, Synthetic) else self._literal(part) for part in text
-        )
+        return "".join(self._synthetic(part) if isinstance(part, Synthetic) else self._literal(part) for part in text)
 
     def _synthetic(self, part: Synthetic) -> str:
         pieces = [self._piece(part.seed, number) for number in range(-(-part.tokens // _PIECE))]
