@@ -35,6 +35,6 @@ def parse_mix(text: str) -> Mix:
         if match[1] in shares:
             raise BenchError(f"--mix names {match[1]} twice")
         shares[match[1]] = float(match[2]) / (100 if match[3] else 1)
-    if sum(shares.values()) > 1:
+    if sum(shares.values()) > 1 + 1e-9:  # decimal shares do not add up exactly
         raise BenchError(f"--mix {text!r} is more than 100 %")
     return Mix(shares)

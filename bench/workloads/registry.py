@@ -37,10 +37,10 @@ WORKLOADS: dict[str, WorkloadKind] = {
         conversations=multi_turn, help="Chats whose history grows, with time to think.", endpoint="chat"
     ),
     "sonnet": WorkloadKind(
-        conversations=sonnet, help="Lines of Shakespeare's sonnets after a common prefix.", sample="sonnets.txt"
+        conversations=sonnet, help="Lines of Shakespeare's sonnets in random order.", sample="sonnets.txt"
     ),
     "sharegpt": WorkloadKind(
-        conversations=sharegpt, help="Chats from a ShareGPT file.", endpoint="chat", sample="sharegpt_sample.json"
+        conversations=sharegpt, help="Chats from a ShareGPT file.", endpoint="chat", sample="conversations.json"
     ),
     "mooncake": WorkloadKind(
         conversations=mooncake,
