@@ -1,0 +1,135 @@
+"""What was found, as tables on the terminal."""
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.measure.experiment import Experiment, Run
+from bench.measure.summary_format import Distribution, Summary
+
+_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
+def print_summary(console: Console, run: Run) -> None:
+    """One run: verdict, latencies with intervals, throughput, tokens, goodput, clients, checks, own lag."""
+    summary = run.summary
+    _print_verdict(console, summary)
+    table = Table(title=escape(run.label), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("ms")
+    for name in _STATISTICS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("p50, 95 % interval", justify="right", no_wrap=True)
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        found: Distribution = getattr(summary, f"{name}_ms")
+        interval = found.ci95.get("p50")
+        shown = "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+        table.add_row(name.upper(), *(_number(getattr(found, s)) for s in _STATISTICS), shown)
+    for name, lag in (("send lag", summary.send_lag_ms), ("loop lag", summary.loop_lag_ms)):
+        table.add_row(f"[dim]{name}[/dim]", *(f"[dim]{_number(getattr(lag, s))}[/dim]" for s in _STATISTICS), "")
+    console.print(table)
+    for line in _lines(summary):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _print_verdict(console: Console, summary: Summary) -> None:
+    if summary.interrupted:
+        console.print("[yellow]The run was interrupted; this is what there is.[/yellow]")
+    for reason in summary.invalid_because:
+        console.print(f"[bold red]NOT VALID:[/bold red] {escape(reason)}", highlight=False, soft_wrap=True)
+    for kind, count in sorted(summary.errors.items()):
+        example = summary.error_examples.get(kind, "")
+        console.print(f"[red]{count} failed: {escape(kind)}[/red] {escape(example[:200])}", soft_wrap=True)
+
+
+def _lines(summary: Summary) -> list[str]:
+    through, tokens = summary.throughput, summary.tokens
+    lines = [
+        f"requests    {summary.completed} of {summary.requests} completed in {summary.measured_s:.1f} s, "
+        f"{through.requests_per_s:.2f} a second",
+        f"tokens      {through.output_tokens_per_s:.1f} out, {through.input_tokens_per_s:.1f} in a second; "
+        f"{tokens.output} out, {tokens.input} in"
+        + ("" if tokens.cached is None else f", {tokens.cached} of them cached"),
+    ]
+    if tokens.predicted_cached:
+        lines.append(f"            an endless cache would have held {tokens.predicted_cached}")
+    if tokens.wrong_input_length or tokens.wrong_output_length:
+        lines.append(
+            f"            of another length than asked: {tokens.wrong_input_length} prompts, "
+            f"{tokens.wrong_output_length} answers"
+        )
+    if summary.retry_after_s is not None and summary.retry_after_s.count:
+        lines.append(f"retry after {_number(summary.retry_after_s.p50)} s, said {summary.retry_after_s.count} times")
+    if (goodput := summary.goodput) is not None:
+        parts = ", ".join(f"{o.name} {o.attainment:.1%}" for o in goodput.objectives)
+        lines.append(
+            f"goodput     {goodput.requests_per_s:.2f} a second; {goodput.attainment:.1%} met {goodput.slo} ({parts})"
+        )
+    for kind, clients in sorted(summary.clients.items()):
+        odd = "".join(f", {count} {error}" for error, count in sorted(clients.unexpected.items()))
+        lines.append(f"{kind:<11} {clients.as_expected} of {clients.sent} as expected{odd}")
+    if (check := summary.check) is not None:
+        lines.append(f"check       {check.mode}: {check.equal} of {check.compared} answers equal")
+        lines += [f"            {line}" for line in check.different]
+    return lines
+
+
+def print_steps(console: Console, experiment: Experiment) -> None:
+    """One row a run."""
+    table = Table(title=escape(experiment.title), title_justify="left", box=box.SIMPLE_HEAD)
+    titles = ("run", "requests", "failed", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "ITL p99", "out tok/s")
+    for title in (*titles, "req/s", "attained", "goodput", ""):
+        table.add_column(title, justify="left" if title in ("run", "") else "right")
+    for run in experiment.runs:
+        summary = run.summary
+        goodput = summary.goodput
+        table.add_row(
+            escape(run.label),
+            str(summary.requests),
+            str(sum(summary.errors.values())),
+            *(_number(getattr(summary.ttft_ms, p)) for p in ("p50", "p90", "p99")),
+            *(_number(getattr(summary.tpot_ms, p)) for p in ("p50", "p90", "p99")),
+            _number(summary.itl_ms.p99),
+            f"{summary.throughput.output_tokens_per_s:.1f}",
+            f"{summary.throughput.requests_per_s:.2f}",
+            "" if goodput is None else f"{goodput.attainment:.1%}",
+            "" if goodput is None else f"{goodput.requests_per_s:.2f}",
+            "" if summary.valid else "[bold red]NOT VALID[/bold red]",
+        )
+    console.print(table)
+    for run in experiment.runs:
+        for reason in run.summary.invalid_because:
+            console.print(f"[red]{escape(run.label)}: {escape(reason)}[/red]", highlight=False, soft_wrap=True)
+    lags = [lag for run in experiment.runs if (lag := run.summary.send_lag_ms.p99) is not None]
+    if lags:
+        console.print(f"send lag p99 of the worst run: {max(lags):.2f} ms", highlight=False)
+    if (search := experiment.search) is not None:
+        failed = "no rate failed" if search.failed_rate is None else f"{search.failed_rate:g} a second did not hold"
+        console.print(
+            f"[bold]{search.rate:g} requests a second[/bold] is the highest rate at which {search.attainment:.0%} "
+            f"met the SLO ({failed}); goodput {search.goodput:.2f} a second",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def print_ratios(console: Console, experiment: Experiment) -> None:
+    """Each target against the first one."""
+    table = Table(title="ratios to the first target", title_justify="left", box=box.SIMPLE_HEAD)
+    for title in ("target", "metric", "first", "this", "ratio", "95 % interval"):
+        table.add_column(title, justify="left" if title in ("target", "metric") else "right")
+    for ratio in experiment.ratios:
+        low, high = ratio.ci95
+        table.add_row(
+            escape(ratio.target),
+            ratio.metric,
+            _number(ratio.base),
+            _number(ratio.value),
+            f"{ratio.ratio:.3f}",
+            f"{low:.3f} to {high:.3f}",
+        )
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
