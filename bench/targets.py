@@ -101,10 +101,11 @@ class Started:
     ) -> None:
         if self._process is None:
             return
-        died = self._process.poll() is not None
-        failure = self._failure(f"{self._ending()} while it was measured") if died else None
+        failure = None
+        if self._process.poll() is not None and (error is None or isinstance(error, BenchError)):
+            failure = self._failure(f"{self._ending()} while it was measured")
         await self._end()
-        if failure is not None and (error is None or isinstance(error, BenchError)):
+        if failure is not None:
             raise failure from error
 
     def _start(self, port: int) -> None:
