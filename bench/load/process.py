@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -55,11 +56,11 @@ class Load:
         self._pool = Pool(self._address)
         self._path = "/v1/chat/completions" if self.config.endpoint == "chat" else "/v1/completions"
         self._headers = {"Authorization": f"Bearer {prepare.api_key}"} if prepare.api_key else {}
-        self._plan: Iterator[Planned] = (
-            planned for planned in plan(self.config, words) if planned.number % prepare.shards == prepare.shard
-        )
-        share, rest = divmod(self.config.concurrency or 0, prepare.shards)
-        self._slots = share + (prepare.shard < rest)
+        share = (p for p in plan(self.config, words) if p.number % prepare.shards == prepare.shard)
+        # The first one reads the data: before the start, so that it delays nothing.
+        self._plan: Iterator[Planned] = chain(list(islice(share, 1)), share)
+        slots, rest = divmod(self.config.concurrency or 0, prepare.shards)
+        self._slots = slots + (prepare.shard < rest)
         self._running: dict[int, Answer] = {}
         self._origin = 0.0
         self._progress = Progress(0, 0, [], [], 0, [], [])

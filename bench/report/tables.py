@@ -16,14 +16,14 @@ def print_summary(console: Console, run: Run) -> None:
     summary = run.summary
     _print_verdict(console, summary)
     table = Table(title=escape(run.label), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("ms")
+    table.add_column("ms", no_wrap=True)
     for name in _STATISTICS:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("p50, 95 % interval", justify="right", no_wrap=True)
     for name in ("ttft", "tpot", "itl", "e2e"):
         found: Distribution = getattr(summary, f"{name}_ms")
         interval = found.ci95.get("p50")
-        shown = "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+        shown = "" if interval is None else f"{_number(interval[0])} to {_number(interval[1])}"
         table.add_row(name.upper(), *(_number(getattr(found, s)) for s in _STATISTICS), shown)
     for name, lag in (("send lag", summary.send_lag_ms), ("loop lag", summary.loop_lag_ms)):
         table.add_row(f"[dim]{name}[/dim]", *(f"[dim]{_number(getattr(lag, s))}[/dim]" for s in _STATISTICS), "")
@@ -132,4 +132,5 @@ def print_ratios(console: Console, experiment: Experiment) -> None:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    """Three digits at least, and no more than a hundredth."""
+    return "-" if value is None else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{1 if value >= 100 else 2}f}"
