@@ -53,7 +53,7 @@ class Answer:
             timers.append(loop.call_later(self._manner.leave_after_seconds, self._leave))
         sending = asyncio.create_task(self._send(pool, request))
         try:
-            await self._over
+            await asyncio.wait({self._over})  # which, unlike awaiting it, leaves it open when this is cancelled
         except asyncio.CancelledError:
             self._fail("interrupted", "the run was ended")
             raise

@@ -77,24 +77,31 @@ def _lines(summary: Summary) -> list[str]:
 def print_steps(console: Console, experiment: Experiment) -> None:
     """One row a run."""
     table = Table(title=escape(experiment.title), title_justify="left", box=box.SIMPLE_HEAD)
-    titles = ("run", "requests", "failed", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "ITL p99", "out tok/s")
-    for title in (*titles, "req/s", "attained", "goodput", ""):
-        table.add_column(title, justify="left" if title in ("run", "") else "right")
+    for title in (
+        "run",
+        "requests",
+        "TTFT p50/90/99",
+        "TPOT p50/90/99",
+        "ITL p99",
+        "tok/s",
+        "req/s",
+        "attained",
+        "goodput",
+    ):
+        table.add_column(title, justify="left" if title == "run" else "right", no_wrap="p" in title)
     for run in experiment.runs:
-        summary = run.summary
-        goodput = summary.goodput
+        summary, goodput = run.summary, run.summary.goodput
+        failed = sum(summary.errors.values())
         table.add_row(
-            escape(run.label),
-            str(summary.requests),
-            str(sum(summary.errors.values())),
-            *(_number(getattr(summary.ttft_ms, p)) for p in ("p50", "p90", "p99")),
-            *(_number(getattr(summary.tpot_ms, p)) for p in ("p50", "p90", "p99")),
+            escape(run.label) + ("" if summary.valid else " [bold red]NOT VALID[/bold red]"),
+            f"{summary.requests}" + (f" [red]{failed} failed[/red]" if failed else ""),
+            _three(summary.ttft_ms),
+            _three(summary.tpot_ms),
             _number(summary.itl_ms.p99),
-            f"{summary.throughput.output_tokens_per_s:.1f}",
-            f"{summary.throughput.requests_per_s:.2f}",
+            _number(summary.throughput.output_tokens_per_s),
+            _number(summary.throughput.requests_per_s),
             "" if goodput is None else f"{goodput.attainment:.1%}",
-            "" if goodput is None else f"{goodput.requests_per_s:.2f}",
-            "" if summary.valid else "[bold red]NOT VALID[/bold red]",
+            "" if goodput is None else _number(goodput.requests_per_s),
         )
     console.print(table)
     for run in experiment.runs:
@@ -129,6 +136,13 @@ def print_ratios(console: Console, experiment: Experiment) -> None:
             f"{low:.3f} to {high:.3f}",
         )
     console.print(table)
+
+
+def _three(found: Distribution) -> str:
+    if found.p50 is None or found.p90 is None or found.p99 is None:
+        return "-"
+    digits = 0 if found.p99 >= 100 else 1
+    return "/".join(f"{value:.{digits}f}" for value in (found.p50, found.p90, found.p99))
 
 
 def _number(value: float | None) -> str:

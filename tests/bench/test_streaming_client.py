@@ -263,3 +263,18 @@ def test_addresses(url: str, path: str, netloc: str) -> None:
 def test_no_addresses(url: str) -> None:
     with pytest.raises(BenchError):
         parse_url(url)
+
+
+async def test_a_run_that_ends_marks_what_is_under_way() -> None:
+    async with server(answering(HEAD + b"\r\n", CHUNK % b"a", close=False)) as pool:
+        record = Record(id=0)
+        answer = Answer(record, time.monotonic(), Manner(), keep_text=False)
+        running = asyncio.create_task(
+            answer.run(pool, request_bytes(pool.address, "POST", "/v1/completions", b"{}"), 5)
+        )
+        while not record.chunks:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert (record.error, len(record.chunks)) == ("interrupted", 1) and record.end > 0
