@@ -33,6 +33,8 @@ up: setup  ## run a cluster on this machine; options in ARGS="..."
 	@exec $(BIN)/tandem up $(ARGS)
 
 test: lint  ## lint, types, import rules, stubs, all tests
+	@# A browser looks at reports.
+	@bash deploy/install-packages.sh chromium:chromium
 	@echo "== unit tests"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/repo --numprocesses=2
 	@echo "== the repository: gates, stubs, documents"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
-from bench.config import Arrival, Endpoint, LoadConfig, WorkloadConfig
+from bench.config import Arrival, LoadConfig, WorkloadConfig
 from bench.errors import BenchError
 
 _UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -184,7 +184,7 @@ def load_config(options: Options) -> LoadConfig:
     return LoadConfig(
         url=options.url,
         model=options.model,
-        endpoint=cast(Endpoint, options.endpoint.value if options.endpoint else kind.endpoint),
+        endpoint=options.endpoint.value if options.endpoint else kind.endpoint,
         tokenizer=options.tokenizer,
         workload=WorkloadConfig(
             name=options.workload,

@@ -13,14 +13,7 @@ find_python() {
   done
 }
 
-install() {
-  command -v apt-get >/dev/null || fail "install $* with this system's package manager, then run this again"
-  local sudo=""
-  if [ "$(id -u)" != 0 ]; then sudo=$(command -v sudo) || fail "install as root, then run this again: $*"; fi
-  echo "== installing $*"
-  $sudo apt-get update -qq || echo "apt-get update failed, perhaps offline; trying what is known"
-  $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null || fail "apt-get cannot install $*"
-}
+install() { bash "$(dirname "$0")/install-packages.sh" "$@"; }
 
 python=$(find_python)
 if [ -z "$python" ]; then

@@ -23,10 +23,10 @@ def print_summary(console: Console, run: Run) -> None:
     for name in ("ttft", "tpot", "itl", "e2e"):
         found: Distribution = getattr(summary, f"{name}_ms")
         interval = found.ci95.get("p50")
-        shown = "" if interval is None else f"{_number(interval[0])} to {_number(interval[1])}"
-        table.add_row(name.upper(), *(_number(getattr(found, s)) for s in _STATISTICS), shown)
+        shown = "" if interval is None else f"{number(interval[0])} to {number(interval[1])}"
+        table.add_row(name.upper(), *(number(getattr(found, s)) for s in _STATISTICS), shown)
     for name, lag in (("send lag", summary.send_lag_ms), ("loop lag", summary.loop_lag_ms)):
-        table.add_row(f"[dim]{name}[/dim]", *(f"[dim]{_number(getattr(lag, s))}[/dim]" for s in _STATISTICS), "")
+        table.add_row(f"[dim]{name}[/dim]", *(f"[dim]{number(getattr(lag, s))}[/dim]" for s in _STATISTICS), "")
     console.print(table)
     for line in _lines(summary):
         console.print(escape(line), highlight=False, soft_wrap=True)
@@ -59,7 +59,7 @@ def _lines(summary: Summary) -> list[str]:
             f"{tokens.wrong_output_length} answers"
         )
     if summary.retry_after_s is not None and summary.retry_after_s.count:
-        lines.append(f"retry after {_number(summary.retry_after_s.p50)} s, said {summary.retry_after_s.count} times")
+        lines.append(f"retry after {number(summary.retry_after_s.p50)} s, said {summary.retry_after_s.count} times")
     if (goodput := summary.goodput) is not None:
         parts = ", ".join(f"{o.name} {o.attainment:.1%}" for o in goodput.objectives)
         lines.append(
@@ -91,17 +91,17 @@ def print_steps(console: Console, experiment: Experiment) -> None:
         table.add_column(title, justify="left" if title == "run" else "right", no_wrap="p" in title)
     for run in experiment.runs:
         summary, goodput = run.summary, run.summary.goodput
-        failed = sum(summary.errors.values())
+        failures = sum(summary.errors.values())
         table.add_row(
             escape(run.label) + ("" if summary.valid else " [bold red]NOT VALID[/bold red]"),
-            f"{summary.requests}" + (f" [red]{failed} failed[/red]" if failed else ""),
+            f"{summary.requests}" + (f" [red]{failures} failed[/red]" if failures else ""),
             _three(summary.ttft_ms),
             _three(summary.tpot_ms),
-            _number(summary.itl_ms.p99),
-            _number(summary.throughput.output_tokens_per_s),
-            _number(summary.throughput.requests_per_s),
+            number(summary.itl_ms.p99),
+            number(summary.throughput.output_tokens_per_s),
+            number(summary.throughput.requests_per_s),
             "" if goodput is None else f"{goodput.attainment:.1%}",
-            "" if goodput is None else _number(goodput.requests_per_s),
+            "" if goodput is None else number(goodput.requests_per_s),
         )
     console.print(table)
     for run in experiment.runs:
@@ -130,8 +130,8 @@ def print_ratios(console: Console, experiment: Experiment) -> None:
         table.add_row(
             escape(ratio.target),
             ratio.metric,
-            _number(ratio.base),
-            _number(ratio.value),
+            number(ratio.base),
+            number(ratio.value),
             f"{ratio.ratio:.3f}",
             f"{low:.3f} to {high:.3f}",
         )
@@ -145,6 +145,6 @@ def _three(found: Distribution) -> str:
     return "/".join(f"{value:.{digits}f}" for value in (found.p50, found.p90, found.p99))
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three digits at least, and no more than a hundredth."""
     return "-" if value is None else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{1 if value >= 100 else 2}f}"
