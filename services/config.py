@@ -56,6 +56,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     model: str = ""  # folder
     model_name: str = ""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
     dummy_seed: int | None = None  # random weights instead of the folder's
     block_size: int = 16  # tokens
     kv_blocks: int = 0  # 0: as many as fit into kv_memory

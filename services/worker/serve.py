@@ -29,7 +29,7 @@ from kv_transfer.connectors.shared_memory import (
 )
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from services.cluster_state import ClusterState
-from services.config import WorkerConfig, parse_bytes
+from services.config import ConfigError, WorkerConfig, parse_bytes
 from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
@@ -90,6 +90,10 @@ class Worker:
     def _build_engine(self) -> Engine:
         """Loads the model, sizes the pool and warms up, so that the first request is as fast as the next."""
         config = self._config
+        if config.device != "cpu" and config.role != "aggregated":
+            raise ConfigError(f"device {config.device}: KV can be moved between CPU workers only; run it as aggregated")
+        if config.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
         folder = Path(config.model)
         model = read_config(folder)
         dtype = getattr(torch, config.dtype)
@@ -108,6 +112,7 @@ class Worker:
                 max_model_len=config.max_model_len or None,
                 vocab_size=_vocab_size(folder),
                 dtype=config.dtype,
+                device=config.device,
                 threads=config.threads,
                 dummy_seed=config.dummy_seed,
                 allocate=(lambda size: segment.buffer) if segment is not None else None,
