@@ -9,12 +9,13 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 from matplotlib import rc_context
-from matplotlib.figure import Figure
 
 from bench.measure.experiment import Experiment
 from bench.measure.summary_format import Distribution
+from bench.report.headlines import failures, headlines
 from bench.report.plots import pictures
-from bench.report.tables import number
+from bench.report.style import THEME, Picture
+from bench.report.tables import metric_name, number
 
 _DPI = 150
 _KINDS = {"run": "Load test", "sweep": "Load sweep", "goodput": "Goodput search", "compare": "Comparison"}
@@ -31,24 +32,27 @@ _LATENCIES = (
 def write_html(path: Path, experiment: Experiment) -> None:
     """Writes the report. Everything that came from outside is escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["number"] = number
     environment.filters["percent"] = lambda share: f"{100 * share:.1f} %"
+    environment.filters["metric_name"] = metric_name
     environment.filters["interval"] = _interval
     environment.filters["settings"] = _settings
-    path.write_text(
-        environment.get_template("report.html.j2").render(
-            experiment=experiment,
-            kind=_KINDS[experiment.kind],
-            latencies=_LATENCIES,
-            pictures=[
-                {"name": picture.name, "caption": picture.caption, "svg": _svg(picture.figure, picture.name)}
-                for picture in pictures(experiment)
-            ],
-        ),
-        encoding="utf-8",
+    page = environment.get_template("report.html.j2").render(
+        experiment=experiment,
+        kind=_KINDS[experiment.kind],
+        headlines=headlines(experiment),
+        failures=failures(experiment),
+        latencies=_LATENCIES,
+        theme=THEME,
+        pictures=[(picture.name, picture.caption, _svg(picture)) for picture in pictures(experiment)],
     )
+    path.write_text(page, encoding="utf-8")
 
 
 def write_pngs(folder: Path, experiment: Experiment) -> list[Path]:
@@ -62,19 +66,24 @@ def write_pngs(folder: Path, experiment: Experiment) -> list[Path]:
     return written
 
 
-def _svg(figure: Figure, name: str) -> Markup:
-    """The figure as an element. Its ids begin with its name, since all figures share the ids of one page."""
+def _svg(picture: Picture) -> Markup:
+    """The figure as an element. Ids begin with its name, as all share one page; colours are those of the scheme."""
     buffer = io.StringIO()
-    with rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    with rc_context({"svg.hashsalt": picture.name, "svg.fonttype": "path"}):
+        picture.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=2).replace("xlink:href=", "href=")
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r'href="#', f'href="#{name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    return Markup(svg)
+    svg = re.sub(r'\bid="', f'id="{picture.name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{picture.name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{picture.name}-", svg)
+    svg = re.sub(r"(fill|stroke): (#[0-9a-f]{6})", lambda found: f"{found[1]}: {_scheme_colour(found[2])}", svg)
+    return Markup(svg.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(picture.caption), 1))
+
+
+def _scheme_colour(colour: str) -> str:
+    return next((f"var(--{name})" for name, (light, _) in THEME.items() if light == colour), colour)
 
 
 def _interval(found: Distribution, statistic: str) -> str:

@@ -1,6 +1,5 @@
 """How a run goes, while it goes."""
 
-import time
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -22,7 +21,7 @@ class LiveView:
         self._title = title
         self._total = total
         self._seconds = seconds
-        self._told = 0.0
+        self._told = 0.0  # elapsed, at the last line
         self._progress = Progress(TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn())
         self._task = self._progress.add_task(title, total=total if total is not None else seconds)
         self._live = Live(self._drawn(LiveState()), console=console, refresh_per_second=_REFRESHES, transient=True)
@@ -32,7 +31,6 @@ class LiveView:
             self._live.start()
         else:
             self._console.print(self._title, highlight=False)
-        self._told = time.monotonic()
         return self
 
     def __exit__(
@@ -47,8 +45,8 @@ class LiveView:
             done = state.done if self._total is not None else min(state.elapsed, self._seconds or state.elapsed)
             self._progress.update(self._task, completed=done)
             self._live.update(self._drawn(state))
-        elif time.monotonic() - self._told >= _EVERY:
-            self._told = time.monotonic()
+        elif state.elapsed - self._told >= _EVERY:
+            self._told = state.elapsed
             cells = ", ".join(f"{name} {value}" for name, value in _cells(state))
             self._console.print(f"  {state.elapsed:.0f} s: {cells}", highlight=False, soft_wrap=True)
 

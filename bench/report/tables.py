@@ -36,7 +36,7 @@ def _print_verdict(console: Console, summary: Summary) -> None:
     if summary.interrupted:
         console.print("[yellow]The run was interrupted; this is what there is.[/yellow]")
     for reason in summary.invalid_because:
-        console.print(f"[bold red]NOT VALID:[/bold red] {escape(reason)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold white on red] INVALID [/] [bold red]{escape(reason)}[/]", highlight=False, soft_wrap=True)
     for kind, count in sorted(summary.errors.items()):
         example = summary.error_examples.get(kind, "")
         console.print(f"[red]{count} failed: {escape(kind)}[/red] {escape(example[:200])}", soft_wrap=True)
@@ -93,7 +93,7 @@ def print_steps(console: Console, experiment: Experiment) -> None:
         summary, goodput = run.summary, run.summary.goodput
         failures = sum(summary.errors.values())
         table.add_row(
-            escape(run.label) + ("" if summary.valid else " [bold red]NOT VALID[/bold red]"),
+            escape(run.label) + ("" if summary.valid else " [bold white on red] INVALID [/]"),
             f"{summary.requests}" + (f" [red]{failures} failed[/red]" if failures else ""),
             _three(summary.ttft_ms),
             _three(summary.tpot_ms),
@@ -107,9 +107,13 @@ def print_steps(console: Console, experiment: Experiment) -> None:
     for run in experiment.runs:
         for reason in run.summary.invalid_because:
             console.print(f"[red]{escape(run.label)}: {escape(reason)}[/red]", highlight=False, soft_wrap=True)
-    lags = [lag for run in experiment.runs if (lag := run.summary.send_lag_ms.p99) is not None]
-    if lags:
-        console.print(f"send lag p99 of the worst run: {max(lags):.2f} ms", highlight=False)
+    send, loop = (
+        number(
+            max((lag for run in experiment.runs if (lag := getattr(run.summary, name).p99) is not None), default=None)
+        )
+        for name in ("send_lag_ms", "loop_lag_ms")
+    )
+    console.print(f"own lag p99, of the worst run: send lag {send} ms, loop lag {loop} ms", highlight=False)
     if (search := experiment.search) is not None:
         failed = "no rate failed" if search.failed_rate is None else f"{search.failed_rate:g} a second did not hold"
         console.print(
@@ -129,7 +133,7 @@ def print_ratios(console: Console, experiment: Experiment) -> None:
         low, high = ratio.ci95
         table.add_row(
             escape(ratio.target),
-            ratio.metric,
+            metric_name(ratio.metric),
             number(ratio.base),
             number(ratio.value),
             f"{ratio.ratio:.3f}",
@@ -148,3 +152,11 @@ def _three(found: Distribution) -> str:
 def number(value: float | None) -> str:
     """Three digits at least, and no more than a hundredth."""
     return "-" if value is None else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.{1 if value >= 100 else 2}f}"
+
+
+def metric_name(metric: str) -> str:
+    """A metric of `Ratio` in words: "ttft_ms p50" is "TTFT p50"."""
+    if metric.startswith("throughput "):
+        return metric.removeprefix("throughput ").replace("_per_s", "/s").replace("_", " ")
+    name, _, statistic = metric.partition(" ")
+    return f"{name.removesuffix('_ms').upper()} {statistic}"
