@@ -104,22 +104,37 @@ def attention_error(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, **l
     return worst
 
 
-def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Greedy tokens of all prompts, computed together."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling))
+def attention_errors() -> dict[str, float]:
+    """Errors of all combinations of types, shapes and limits that are served; below 1e-2 is right."""
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for heads, kv_heads, dim in ((32, 8, 128), (8, 8, 64), (14, 2, 64), (16, 1, 256)):
+            for more in ({}, {"sliding_window": 100}, {"logit_softcap": 5.0}):
+                key = f"{dtype} {heads}/{kv_heads}x{dim} {more}"
+                found[key] = attention_error(dtype, heads, kv_heads, dim, **more)
+                print(f"{'ok ' if found[key] < 1e-2 else 'BAD'} {key}: {found[key]:.2e}", flush=True)
+    return found
+
+
+def generate(engine: Engine, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[list[int]]:
+    """Tokens of all prompts, computed together; half of the requests come later."""
     tokens: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work():
+    coming = list(enumerate(zip(prompts, sampling, strict=True)))
+    steps = 0
+    while engine.has_work() or coming:
+        for i, (prompt, params) in coming[: len(prompts) // 2 if steps in (0, 7) else 0]:
+            engine.add(Request(request_id=str(i), prompt_token_ids=prompt, sampling=params))
+        coming = coming[len(prompts) // 2 :] if steps in (0, 7) else coming
         for output in engine.step().outputs:
             if output.error:
                 raise RuntimeError(output.error)
             tokens[int(output.request_id)] += output.token_ids
+        steps += 1
     return tokens
 
 
-def small_model_agrees(shape: dict[str, Any]) -> float:
-    """Share of greedy tokens of a small float32 model that are the CPU's, same weights, chunks and batches mixed."""
+def small_model_agrees(shape: dict[str, Any]) -> dict[str, float]:
+    """Shares of tokens of a small float32 model that are the CPU's, same weights, in three ways of being busy."""
     from safetensors.torch import save_file
 
     from engine.weights.load import load_model
@@ -128,15 +143,38 @@ def small_model_agrees(shape: dict[str, Any]) -> float:
     model, _ = load_model(folder, device="cuda", dummy_seed=7)
     save_file({name: w.contiguous().cpu() for name, w in model.weights().items()}, folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    lengths = [5, 40, 1, 200, 333, 17, 64, 90]
+    lengths = [5, 40, 1, 200, 333, 17, 64, 90, 16, 31, 32, 33]
     prompts = [torch.randint(0, 1000, (n,), generator=generator).tolist() for n in lengths]
-    prompts.append([*prompts[4][:300], 1, 2, 3])  # shares a prefix
-    size: dict[str, Any] = {"num_blocks": 300, "max_batched_tokens": 128, "max_running": 16}
+    prompts += [[*prompts[4][:300], 1, 2, 3], [*prompts[3][:150], 4]]  # share prefixes
     torch.backends.cuda.matmul.allow_tf32 = False
-    ours = generate(Engine.build(folder, EngineConfig(device="cuda", **size)), prompts, 48)
-    want = generate(Engine.build(folder, EngineConfig(**size)), prompts, 48)
-    same = sum(a == b for x, y in zip(ours, want, strict=True) for a, b in zip(x, y, strict=True))
-    return same / sum(map(len, want))
+    greedy = SamplingParams(max_tokens=48, temperature=0.0)
+    mixed = [
+        SamplingParams(max_tokens=30 + i, temperature=0.8 * (i % 3), top_k=(0, 50)[i % 2], top_p=(1.0, 0.9)[i % 4 == 1])
+        for i in range(len(prompts))
+    ]
+    mixed[1] = SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.3)
+    mixed[2] = SamplingParams(max_tokens=40, temperature=1.0, seed=5, logprobs=2, min_p=0.1)
+    ways = {
+        "greedy": ([greedy] * len(prompts), 400),
+        "preempted": ([greedy] * len(prompts), 45),
+        "sampled": (mixed, 400),
+    }
+    found = {}
+    for way, (sampling, blocks) in ways.items():
+        size: dict[str, Any] = {"num_blocks": blocks, "max_batched_tokens": 128, "max_running": 16}
+        ours = generate(Engine.build(folder, EngineConfig(device="cuda", **size)), prompts, sampling)
+        want = generate(Engine.build(folder, EngineConfig(**size)), prompts, sampling)
+        assert [len(tokens) for tokens in ours] == [len(tokens) for tokens in want], way
+        same = sum(a == b for x, y in zip(ours, want, strict=True) for a, b in zip(x, y, strict=True))
+        found[way] = same / sum(map(len, want))
+        stops = [SamplingParams(max_tokens=48, temperature=0.0, stop_token_ids=(tokens[9],)) for tokens in want]
+        if way == "greedy":  # ends that nobody foresees, with the next step under way
+            engine = Engine.build(folder, EngineConfig(device="cuda", **size))
+            ended = generate(engine, prompts, stops)
+            cut = [tokens[: tokens.index(stop.stop_token_ids[0]) + 1] for tokens, stop in zip(want, stops, strict=True)]
+            found["stopped"] = float(ended == cut)
+            found["orphaned"] = float(engine.orphaned_blocks([]))
+    return found
 
 
 def timed(run: Any, repeats: int) -> float:
@@ -230,20 +268,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--parts", nargs="*", default=["attention", "tokens", "speed"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[256, 1024, 4096, 15000])
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "attention_error": {}}
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for heads, kv_heads, dim in ((32, 8, 128), (8, 8, 64), (14, 2, 64), (16, 1, 256)):
-            for more in ({}, {"sliding_window": 100}, {"logit_softcap": 5.0}):
-                key = f"{dtype} {heads}/{kv_heads}x{dim} {more}"
-                error = attention_error(dtype, heads, kv_heads, dim, **more)
-                report["attention_error"][key] = error
-                print(f"{'ok ' if error < 1e-2 else 'BAD'} {key}: {error:.2e}", flush=True)
-    report["tokens_as_on_cpu"] = {name: small_model_agrees(shape) for name, shape in SMALL.items()}
-    print(report["tokens_as_on_cpu"], flush=True)
-    for name in arguments.shapes:
-        report[name] = speed(name, [1, 8, 32, 64, 128, 256], [256, 1024, 4096, 15000])
-        torch.cuda.empty_cache()
+    report: dict[str, Any] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if "attention" in arguments.parts:
+        report["attention_error"] = attention_errors()
+    if "tokens" in arguments.parts:
+        report["tokens_as_on_cpu"] = {name: small_model_agrees(shape) for name, shape in SMALL.items()}
+        print(report["tokens_as_on_cpu"], flush=True)
+    if "speed" in arguments.parts:
+        for name in arguments.shapes:
+            report[name] = speed(name, arguments.batches, arguments.prompts)
+            torch.cuda.empty_cache()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 

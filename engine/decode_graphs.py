@@ -43,7 +43,8 @@ class DecodeGraphs:
         self._sizes = batch_sizes(largest)
         self._inputs = torch.zeros((3, largest), dtype=torch.int32, device=backend.device)  # ids, positions, table rows
         self._inputs[2] = -1
-        self._host = torch.empty((3, largest), dtype=torch.int32).pin_memory()
+        # By table row, the token that each sequence sampled last: its next step takes it from here.
+        self.last_tokens = torch.zeros(len(backend.tables.tensor), dtype=torch.int32, device=backend.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, torch.Tensor] = {}
         self._tokens: dict[int, torch.Tensor] = {}
@@ -59,7 +60,9 @@ class DecodeGraphs:
             self._graphs[size] = graph
 
     def _compute(self, model: Model, size: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids, positions, table_rows = self._inputs[:, :size]
+        given, positions, table_rows = self._inputs[:, :size]
+        rows = table_rows.clamp(min=0)
+        token_ids = torch.where(given < 0, self.last_tokens[rows], given).clamp(min=0)
         every = torch.arange(size, dtype=torch.int32, device=self._backend.device)
         context = PagedContext(self._backend, positions, table_rows, every, None)
         logits = model.logits(model.forward(token_ids, positions, context))[:, :vocab_size]
@@ -70,19 +73,23 @@ class DecodeGraphs:
         """Sequences of a batch at most."""
         return self._sizes[-1]
 
-    def run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [B, vocab_size], best token of each int64 [B]) of spans of one token each; valid until the next run.
+    def run(
+        self, spans: Sequence[Span], token_ids: Sequence[int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(logits [B, vocab_size], best tokens, table rows) of spans of one token each; logits last until the next run.
 
-        A token is -1 where logits are not finite.
+        Without `token_ids` each sequence goes on with its last token. A best token is -1 where logits are not finite.
+        Tokens and rows are int64 [B].
         """
         count = len(spans)
         size = next(size for size in self._sizes if size >= count)
-        host = self._host[:, :size].numpy()
-        host[0, :count] = token_ids
+        pinned = torch.empty((3, size), dtype=torch.int32, pin_memory=True)
+        host = pinned.numpy()
+        host[0, :count] = -1 if token_ids is None else token_ids
         host[1, :count] = [span.start for span in spans]
         host[2, :count] = self._backend.tables.rows_of([span.block_ids for span in spans])
         host[:2, count:] = 0
         host[2, count:] = -1
-        self._inputs[:, :size].copy_(self._host[:, :size], non_blocking=True)
+        self._inputs[:, :size].copy_(pinned, non_blocking=True)
         self._graphs[size].replay()
-        return self._logits[size][:count], self._tokens[size][:count]
+        return self._logits[size][:count], self._tokens[size][:count].clone(), self._inputs[2, :count].long()

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -24,6 +24,9 @@ from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
 from engine.weights.load import Progress, load_model
+
+if TYPE_CHECKING:
+    from engine.cuda_runner import CudaRunner
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,18 +129,19 @@ class Engine:
             identity += f"-dummy-{config.dummy_seed}"
         return cls(model, model_config, identity, config)
 
-    def _make_runner(self, model: Model, kind: LayerKind, config: EngineConfig) -> Runner:
+    def _make_runner(self, model: Model, kind: LayerKind, config: EngineConfig) -> "Runner | CudaRunner":
         sampler = Sampler(self.vocab_size)
         if config.device == "cpu":
             return Runner(model, SdpaBackend(self.kv_cache, kind), sampler)
         from engine.attention.paged import PagedBackend
+        from engine.cuda_runner import CudaRunner
         from engine.decode_graphs import DecodeGraphs
 
         pages = -(-self.max_model_len // config.block_size)
         attention = PagedBackend(self.kv_cache, kind, 2 * config.max_running, pages)
         with torch.inference_mode():
             graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size)
-        return Runner(model, attention, sampler, config.device, graphs)
+        return CudaRunner(model, attention, sampler, graphs, self.max_model_len)
 
     # Requests
 
@@ -257,6 +261,8 @@ class Engine:
         started = time.monotonic()
         step = self._scheduler.schedule()
         outputs, self._pending = self._pending, []
+        if self._runner.overlaps:
+            self._scheduler.extend(step)
         if step.entries:
             try:
                 result = self._runner.run(step.entries, self._hook(step))

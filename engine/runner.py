@@ -2,19 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, Span
 from engine.request import TokenLogprob
-from engine.sampler import Sampled, Sampler, SamplerRow, best_tokens, plainly_greedy
+from engine.sampler import Sampled, Sampler, SamplerRow
 from engine.scheduler import Entry
-from engine.sequence import Sequence as Sequence_
-
-if TYPE_CHECKING:
-    from engine.decode_graphs import DecodeGraphs
 
 _SCORED_ROWS = 256  # prompt rows whose logits are held at once
 
@@ -43,38 +39,25 @@ class StepResult:
 class Runner:
     """Runs steps on one model and one cache."""
 
-    def __init__(
-        self,
-        model: Model,
-        attention: AttentionBackend,
-        sampler: Sampler,
-        device: str = "cpu",
-        graphs: "DecodeGraphs | None" = None,
-    ) -> None:
+    overlaps = False  # a step is over when `run` returns
+
+    def __init__(self, model: Model, attention: AttentionBackend, sampler: Sampler, device: str = "cpu") -> None:
         self.model = model
         self.attention = attention
         self.sampler = sampler
-        self.device = device
-        self.graphs = graphs
+        self._device = device
 
     @torch.inference_mode()
     def run(self, entries: Sequence[Entry], on_layer: Callable[[int], None] | None = None) -> StepResult:
         """Computes the entries. `on_layer(layer)` is called when the step's KV of that layer is in the cache."""
         spans = [Span(entry.sequence.block_ids, entry.start, entry.num_tokens) for entry in entries]
         token_ids = [token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end]]
-        result = StepResult()
-        if self._graph_fits(entries, on_layer):
-            assert self.graphs is not None
-            logits, best = self.graphs.run(spans, token_ids)
-            self._choose([entry.sequence for entry in entries], logits, best, result)
-            return result
         positions = np.concatenate([np.arange(entry.start, entry.end) for entry in entries])
         context = self.attention.plan(spans, on_layer)
-        tokens = torch.tensor(token_ids)
-        if self.device != "cpu":
-            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
-        hidden = self.model.forward(tokens, torch.from_numpy(positions).to(self.device), context)
+        tokens, places = torch.tensor(token_ids).to(self._device), torch.from_numpy(positions).to(self._device)
+        hidden = self.model.forward(tokens, places, context)
 
+        result = StepResult()
         ends = np.cumsum([entry.num_tokens for entry in entries])
         for entry, end in zip(entries, ends.tolist(), strict=True):
             if wants_prompt_logprobs(entry):
@@ -82,41 +65,17 @@ class Runner:
         self._sample(entries, hidden, ends - 1, result)
         return result
 
-    def _graph_fits(self, entries: Sequence[Entry], on_layer: Callable[[int], None] | None) -> bool:
-        """Whether the step is one in which every sequence computes one token, which it then samples."""
-        return (
-            self.graphs is not None
-            and on_layer is None
-            and len(entries) <= self.graphs.largest
-            and all(
-                entry.num_tokens == 1
-                and entry.samples
-                and entry.sequence.request.sampling.max_tokens
-                and not wants_prompt_logprobs(entry)
-                for entry in entries
-            )
-        )
-
     def _sample(self, entries: Sequence[Entry], hidden: torch.Tensor, last: np.ndarray, result: StepResult) -> None:
         chosen = [i for i, entry in enumerate(entries) if entry.samples and entry.sequence.request.sampling.max_tokens]
         if not chosen:
             return
-        rows = torch.from_numpy(last[chosen]).to(self.device)
-        logits = self.model.logits(hidden.index_select(0, rows))[:, : self.sampler.vocab_size]
-        self._choose([entries[i].sequence for i in chosen], logits, best_tokens(logits), result)
-
-    def _choose(
-        self, sequences: Sequence[Sequence_], logits: torch.Tensor, best: torch.Tensor, result: StepResult
-    ) -> None:
-        """Samples from logits [M, vocabulary]; `best` int64 [M] is the greedy choice, -1 where they are no numbers."""
-        tokens: list[int] = best.tolist()
-        sampled = [Sampled(token, None) for token in tokens]
-        if any(not plainly_greedy(sequence.request.sampling) for sequence in sequences):
-            rows = [SamplerRow(s.request.sampling, s.token_ids, s.num_prompt_tokens) for s in sequences]
-            sampled = self.sampler.sample(logits, rows)
-        for sequence, token, choice in zip(sequences, tokens, sampled, strict=True):
-            if token >= 0:
-                result.sampled[sequence.request_id] = choice
+        sequences = [entries[i].sequence for i in chosen]
+        logits = self.model.logits(hidden.index_select(0, torch.from_numpy(last[chosen]).to(self._device)))
+        finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # NaN anywhere in a row makes its maximum NaN
+        rows = [SamplerRow(s.request.sampling, s.token_ids, s.num_prompt_tokens) for s in sequences]
+        for sequence, sampled, ok in zip(sequences, self.sampler.sample(logits, rows), finite, strict=True):
+            if ok:
+                result.sampled[sequence.request_id] = sampled
             else:
                 result.errors[sequence.request_id] = "the model's logits are not finite numbers"
 

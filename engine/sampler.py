@@ -36,6 +36,13 @@ class SamplerRow(NamedTuple):
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+class Draw(NamedTuple):
+    """What decides a row in which no earlier token matters."""
+
+    params: SamplingParams
+    position: int  # in the output, of the token to choose
+
+
 class Sampled(NamedTuple):
     """The chosen token of a row."""
 
@@ -59,8 +66,8 @@ class Sampler:
         tokens = torch.argmax(logits, dim=-1).tolist()
         drawn = [i for i, row in enumerate(rows) if row.params.temperature >= _GREEDY_BELOW]
         if drawn:
-            chosen = _draw(logits[drawn], [rows[i] for i in drawn])
-            for i, token in zip(drawn, chosen, strict=True):
+            draws = [Draw(rows[i].params, rows[i].num_output_tokens) for i in drawn]
+            for i, token in zip(drawn, _draw(logits[drawn], draws).tolist(), strict=True):
                 tokens[i] = token
         entries: list[TokenLogprob | None] = [None] * len(rows)
         if logprobs is not None:
@@ -81,11 +88,24 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(best), tokens, -1)
 
 
-def plainly_greedy(params: SamplingParams) -> bool:
-    """Whether nothing but the best logit decides."""
+def draw_tokens(logits: torch.Tensor, best: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Tokens int64 [M] of plain rows, without leaving the device; -1 where `best` is.
+
+    Greedy rows take `best` int64 [M], others are drawn from logits [M, V].
+    """
+    drawn = [i for i, draw in enumerate(draws) if draw.params.temperature >= _GREEDY_BELOW]
+    if not drawn:
+        return best
+    index = torch.tensor(drawn, device=best.device)
+    tokens = best.clone()
+    tokens[index] = _draw(logits[index].float(), [draws[i] for i in drawn])
+    return torch.where(best < 0, best, tokens)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether neither earlier tokens nor biases decide, and nothing but the token is wanted."""
     return (
-        params.temperature < _GREEDY_BELOW
-        and params.logprobs is None
+        params.logprobs is None
         and not params.logit_bias
         and not params.min_tokens
         and params.repetition_penalty == 1.0
@@ -123,24 +143,26 @@ def _shape(logits: torch.Tensor, row: SamplerRow) -> None:
         logits[torch.from_numpy(used).to(logits.device)] -= torch.from_numpy(penalties).float().to(logits.device)
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SamplerRow]) -> list[int]:
-    """Samples from logits [M, V], which it overwrites: inverts the cumulative distribution in order of token id."""
+def _draw(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Samples int64 [M] from logits [M, V], which it overwrites.
+
+    Inverts the cumulative distribution in order of token id.
+    """
     device = logits.device
-    logits.div_(torch.tensor([row.params.temperature for row in rows], device=device).unsqueeze(1))
+    logits.div_(torch.tensor([draw.params.temperature for draw in draws], device=device).unsqueeze(1))
     best = logits.amax(dim=-1, keepdim=True)
     if device.type == "cpu":
-        least = torch.tensor([_least(logits[i].numpy(), row.params) for i, row in enumerate(rows)]).unsqueeze(1)
+        least = torch.tensor([_least(logits[i].numpy(), draw.params) for i, draw in enumerate(draws)]).unsqueeze(1)
     else:
-        least = _least_by_sorting(logits, best, [row.params for row in rows])
+        least = _least_by_sorting(logits, best, [draw.params for draw in draws])
     logits.masked_fill_(logits < least, -torch.inf)
     cumulative = logits.sub_(best).exp_().cumsum(dim=-1, dtype=torch.float64)
-    drawn = [uniform(row.params.seed, row.num_output_tokens) for row in rows]
+    drawn = [uniform(draw.params.seed, draw.position) for draw in draws]
     uniforms = torch.tensor(drawn, dtype=torch.float64, device=device)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first entry beyond the target exists and has a probability above zero.
     target = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens: list[int] = torch.searchsorted(cumulative, target, right=True).squeeze(1).tolist()
-    return tokens
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1)
 
 
 def _least(logits: npt.NDArray[np.float32], params: SamplingParams) -> float:

@@ -208,6 +208,13 @@ class Scheduler:
         self._stalled_at = -1 if entries or ended else self.pool.num_free
         return Step(entries, ended)
 
+    def extend(self, step: Step) -> None:
+        """Gives sequences that sample a block for the next token, where blocks are plenty: it may be computed ahead."""
+        for entry in step.entries:
+            full = len(entry.sequence.block_ids) * self.block_size <= entry.end
+            if full and entry.samples and self.pool.num_free > len(self._running):
+                entry.sequence.block_ids += self.pool.allocate(1)
+
     def complete(self, step: Step, sampled: dict[str, int]) -> list[Sequence]:
         """Books a computed step and appends sampled tokens. Returns the sequences that got a token or ended."""
         changed = []

@@ -5,6 +5,7 @@ device from step to step, so that only what is new in it is sent: a sequence kee
 blocks.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,17 +29,20 @@ class BlockTables:
         self.tensor = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self._free = list(range(rows))
         # By identity of the list, which a sequence keeps and extends as long as it keeps its blocks.
-        self._known: dict[int, tuple[Any, int, int]] = {}  # list, row, entries that the device has
+        self._known: OrderedDict[int, tuple[Any, int, int]] = (
+            OrderedDict()
+        )  # list, row, entries on the device; oldest first
 
     def rows_of(self, block_lists: Sequence[Sequence[int]]) -> IntArray:
-        """Row of each list, brought up to date. Lists that are not among them may lose their rows."""
+        """Row of each list, brought up to date. When there are none left, the lists not asked for longest lose theirs."""
         if len(block_lists) > len(self.tensor):
             raise ValueError(f"{len(block_lists)} sequences in a step; the block table has {len(self.tensor)} rows")
-        present = {id(blocks) for blocks in block_lists}
+        for blocks in block_lists:
+            if id(blocks) in self._known:
+                self._known.move_to_end(id(blocks))
         missing = sum(id(blocks) not in self._known for blocks in block_lists)
-        if missing > len(self._free):
-            for key in [key for key in self._known if key not in present]:
-                self._free.append(self._known.pop(key)[1])
+        while missing > len(self._free):
+            self._free.append(self._known.popitem(last=False)[1][1])
         rows = np.empty(len(block_lists), dtype=np.int32)
         changed: list[tuple[int, int, Sequence[int]]] = []
         for i, blocks in enumerate(block_lists):
