@@ -34,7 +34,7 @@ class BlockTables:
         )  # list, row, entries on the device; oldest first
 
     def rows_of(self, block_lists: Sequence[Sequence[int]]) -> IntArray:
-        """Row of each list, brought up to date. When there are none left, the lists not asked for longest lose theirs."""
+        """Row of each list, brought up to date. If there are none left, the lists not asked for longest lose theirs."""
         if len(block_lists) > len(self.tensor):
             raise ValueError(f"{len(block_lists)} sequences in a step; the block table has {len(self.tensor)} rows")
         for blocks in block_lists:
