@@ -13,11 +13,15 @@ from bench.measure.summary_format import Distribution
 from bench.scripted_server import Script, ScriptedAnswer, Sent, start_server
 
 WITHIN_MS = 2.0
-# A busy machine may wake the client late. A wrong definition is wrong in every attempt.
+# A busy machine may wake the client late, by what the run itself tells as its loop lag. A wrong definition is wrong by
+# a gap between tokens, and in every attempt.
 ATTEMPTS = 4
 REQUESTS = 20
+SHORTEST_GAP_MS = 20.0
 # Different answers, so that every percentile is another number.
-ANSWERS = [ScriptedAnswer(ttft=0.02 + 0.012 * k, gaps=(0.02, 0.035 + 0.003 * k, 0.05)) for k in range(10)]
+ANSWERS = [
+    ScriptedAnswer(ttft=0.02 + 0.012 * k, gaps=(SHORTEST_GAP_MS / 1e3, 0.035 + 0.003 * k, 0.05)) for k in range(10)
+]
 
 
 def true_ms(log: list[Sent]) -> dict[str, list[float]]:
@@ -76,7 +80,8 @@ def test_percentiles_are_those_of_the_server(tmp_path: Path, answers: list[Scrip
         for record, sent in zip(run.records, log, strict=True):
             assert (len(record.chunks), record.tokens) == (len(sent.times), sent.tokens)
             assert record.tokens == record.output_tokens
-        off = {name: by for name, by in deviations(run, log).items() if by > WITHIN_MS}
+        late = min(run.summary.loop_lag_ms.max or 0.0, SHORTEST_GAP_MS / 2)
+        off = {name: by for name, by in deviations(run, log).items() if by > WITHIN_MS + late}
         if not off:
             return
     assert off == {}
