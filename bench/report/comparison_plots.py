@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from bench.measure.experiment import Experiment, Run
-from bench.report.style import AXIS, CARD, CYCLE, INK, LINE, legend, panels
+from bench.report.style import AXIS, CARD, CYCLE, INK, LINE, from_zero, legend, panels
 from bench.report.tables import metric_name
 
 _NARROW = 8.0  # ratios that spread over less than so many times get ticks at round numbers
@@ -77,7 +77,8 @@ def compared_metrics(experiment: Experiment) -> Figure:
             axis.bar(place, float(np.median(values)), width=0.62, color=colour, alpha=0.3)
             spread = np.linspace(-0.2, 0.2, len(values)) if len(values) > 1 else np.zeros(1)
             axis.plot(place + spread, values, "o", color=colour, markersize=6.5, markeredgecolor=CARD)
-        axis.set(title=title, ylim=(0, None), xlim=(-0.6, len(targets) - 0.4))
+        from_zero(axis, x=False)
+        axis.set(title=title, xlim=(-0.6, len(targets) - 0.4))
         axis.set_xticks(range(len(targets)), targets)
         axis.grid(visible=False, axis="x")
     return figure

@@ -19,6 +19,7 @@ from bench.report.style import (
     QUANTILES,
     RED,
     draw_limit,
+    from_zero,
     legend,
     limit_of,
     log_scale,
@@ -44,8 +45,9 @@ def latency(experiment: Experiment) -> Figure:
         if shown and max(shown) > _WIDE * max(min(shown), 1e-3):
             log_scale(axis, vertical=True)
         else:
-            axis.set_ylim(bottom=0)
-        axis.set(title=f"{metric.upper()}, ms", xlabel=_axis_label(experiment), xlim=(0, None))
+            from_zero(axis, x=False)
+        from_zero(axis, y=False)
+        axis.set(title=f"{metric.upper()}, ms", xlabel=_axis_label(experiment))
         draw_limit(axis, limit_of(metric, experiment.runs[0]))
     legend(axes)
     return figure
@@ -56,7 +58,8 @@ def throughput(experiment: Experiment) -> Figure:
     figure, (output, requests, cost) = panels(columns=3, height=4.0)
     runs = experiment.runs
     _curve(output, [(run, run.summary.throughput.output_tokens_per_s) for run in runs], BLUE)
-    output.set(title="Output tokens per second", xlabel=_axis_label(experiment), ylim=(0, None), xlim=(0, None))
+    from_zero(output)
+    output.set(title="Output tokens per second", xlabel=_axis_label(experiment))
     _curve(requests, [(run, run.summary.throughput.requests_per_s) for run in runs], BLUE, "completed")
     met = [(run, goodput.requests_per_s) for run in runs if (goodput := run.summary.goodput) is not None]
     if met:
@@ -65,14 +68,16 @@ def throughput(experiment: Experiment) -> Figure:
     if experiment.axis == "rate" and not any(record.turn for run in runs for record in run.result.records):
         highest = max(_load(run) for run in runs)
         requests.plot([0, highest], [0, highest], ":", color=GREY, linewidth=1.4, label="asked")
-    requests.set(title="Requests per second", xlabel=_axis_label(experiment), ylim=(0, None), xlim=(0, None))
+    from_zero(requests)
+    requests.set(title="Requests per second", xlabel=_axis_label(experiment))
     legend([requests], loc="upper left")
     found = [run for run in runs if run.summary.tpot_ms.count]
     for quantile in ("p50", "p99"):
         xs = [run.summary.throughput.output_tokens_per_s for run in found]
         ys = [getattr(run.summary.tpot_ms, quantile) for run in found]
         _line(cost, xs, ys, found, QUANTILES[quantile], quantile)
-    cost.set(title="TPOT, ms", xlabel="output tokens per second", ylim=(0, None), xlim=(0, None))
+    from_zero(cost)
+    cost.set(title="TPOT, ms", xlabel="output tokens per second")
     draw_limit(cost, limit_of("tpot", runs[0]))
     _label_loads(cost, found)
     legend([cost], loc="lower right")
@@ -120,7 +125,8 @@ def attainment(experiment: Experiment) -> Figure:
         if search.rate:
             label = f"highest rate that held: {search.rate:.3g} a second"
             axis.axvline(search.rate, color=GREEN, linewidth=1.8, label=label)
-    axis.set(title="SLO attainment, % of requests", xlabel=_axis_label(experiment), ylim=(0, 104), xlim=(0, None))
+    from_zero(axis, y=False)
+    axis.set(title="SLO attainment, % of requests", xlabel=_axis_label(experiment), ylim=(-3, 104))
     legend([axis])
     return figure
 

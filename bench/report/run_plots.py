@@ -86,13 +86,14 @@ def distributions(runs: Sequence[Run]) -> Figure:
     """Of TTFT and TPOT: the share of completed requests below. One run has its quantiles marked."""
     figure, axes = panels(columns=2)
     for axis, metric in zip(axes, ("ttft", "tpot"), strict=True):
-        highest, wide = 0.0, False
+        lowest, highest, wide = np.inf, 0.0, False
         for i, run in enumerate(runs):
             records = completed(run.result.records)
             values = np.sort([1e3 * value for record in records if (value := getattr(record, metric)) >= 0])
             if not len(values):
                 continue
-            highest, wide = max(highest, values[-1]), wide or values[-1] > _WIDE * max(np.median(values), 1e-9)
+            lowest, highest = min(lowest, values[0]), max(highest, values[-1])
+            wide = wide or values[-1] > _WIDE * max(np.median(values), 1e-9)
             kept = np.unique(np.linspace(0, len(values) - 1, min(len(values), _POINTS)).astype(int))
             axis.plot(
                 values[kept], 100 * (kept + 1) / len(values), color=CYCLE[i % len(CYCLE)], drawstyle="steps-post",
@@ -100,11 +101,11 @@ def distributions(runs: Sequence[Run]) -> Figure:
             )  # fmt: skip
             if len(runs) == 1:
                 _mark_quantiles(axis, run, metric)
-        axis.set(
-            title=f"{metric.upper()}, ms", ylabel="% of requests", ylim=(0, 103), xlim=(None, 1.12 * highest or None)
-        )
+        axis.set(title=f"{metric.upper()}, ms", ylabel="% of requests", ylim=(0, 103))
         if wide:
             log_scale(axis)
+        elif highest > lowest:  # room for the last quantile's text
+            axis.set_xlim(lowest - 0.04 * (highest - lowest), highest + 0.16 * (highest - lowest))
         draw_limit(axis, limit_of(metric, runs[0]), vertical=True)
     if len(runs) > 1:
         legend(axes)
@@ -131,21 +132,24 @@ def gaps(runs: Sequence[Run]) -> Figure:
     axis.set(title="Inter-token latency, ms", ylabel="gaps", yscale="log")
     if not any(len(each) for each in values):
         return figure
-    top = max(float(np.quantile(each, 0.999)) for each in values if len(each)) * 1.1
-    bins = np.linspace(0, max(top, 1e-3), 121)
+    lowest = min(float(each.min()) for each in values if len(each))
+    top = max(float(np.quantile(each, 0.999)) for each in values if len(each))
+    margin = max(0.1 * (top - lowest), 0.05)
+    # From 0, unless all would be in few bins far from it.
+    bins = np.linspace(0 if lowest < top / 2 else max(lowest - margin, 0), top + margin, 121)
     for i, (run, each) in enumerate(zip(runs, values, strict=True)):
         colour, name = CYCLE[i % len(CYCLE)], f"{run.target}: " if len(runs) > 1 else ""
         p50, p99 = (number(getattr(run.summary.itl_ms, quantile)) for quantile in ("p50", "p99"))
-        counts, _ = np.histogram(np.clip(each, 0, bins[-1]), bins)
+        counts, _ = np.histogram(np.clip(each, bins[0], bins[-1]), bins)
         axis.stairs(counts, bins, color=colour, fill=True, alpha=0.3 if len(runs) > 1 else 0.75)
         axis.stairs(counts, bins, color=colour, linewidth=1, label=f"{name}p50 {p50}, p99 {p99} ms")
-    axis.set(ylim=(0.7, None), xlim=(0, bins[-1]))
+    axis.set(ylim=(0.7, None), xlim=(bins[0], bins[-1]))
     if len(runs) == 1:
-        for quantile in ("p50", "p99"):
+        for quantile, height in (("p50", 0.97), ("p99", 0.88)):
             value = getattr(runs[0].summary.itl_ms, quantile)
             axis.axvline(value, color=INK, linewidth=1.4)
             axis.annotate(
-                f"{quantile}  {number(value)}", (value, 0.97), xycoords=("data", "axes fraction"), xytext=(5, -4),
+                f"{quantile}  {number(value)}", (value, height), xycoords=("data", "axes fraction"), xytext=(5, -4),
                 textcoords="offset points", fontsize=9, va="top", bbox=PLATE,
             )  # fmt: skip
     else:

@@ -58,6 +58,7 @@ STYLE: Any = {  # typed by matplotlib as a dict of hundreds of literals
 INVALID = "invalid"  # in legends: what a run looks like whose numbers do not tell of the server
 PLATE = {"boxstyle": "round,pad=0.15", "facecolor": CARD, "edgecolor": "none", "alpha": 0.85}  # under text over data
 _WIDTH = 11.0  # inches
+_FAR = 2.0  # lengths of an axis: limits farther from its ends are told, not drawn
 
 
 class Picture(NamedTuple):
@@ -109,6 +110,14 @@ def limit_of(metric: str, run: Run) -> float | None:
     return next((ms for name, ms in limits(run).items() if name.split("_")[0] == metric), None)
 
 
+def from_zero(axis: "Axes", x: bool = True, y: bool = True) -> None:
+    """Lets the axes begin at 0 and end somewhat above what was drawn so far."""
+    if x:
+        axis.set_xlim(0, 1.06 * max(axis.dataLim.x1, 0) or 1)
+    if y:
+        axis.set_ylim(0, 1.08 * max(axis.dataLim.y1, 0) or 1)
+
+
 def draw_limit(axis: "Axes", limit: float | None, vertical: bool = False) -> None:
     """The limit in milliseconds as a dashed line with its value; only the value where a line would squeeze the data."""
     if limit is None:
@@ -117,19 +126,27 @@ def draw_limit(axis: "Axes", limit: float | None, vertical: bool = False) -> Non
     style: Any = {"color": PURPLE, "linestyle": (0, (4, 2)), "linewidth": 1.5}
     label: Any = {"color": PURPLE, "fontsize": 9, "textcoords": "offset points", "bbox": PLATE}
     low, high = axis.get_xlim() if vertical else axis.get_ylim()
-    if limit > 3 * high:
-        at, towards = ((1, 0.5), "→") if vertical else ((0, 1), "↑")
-        horizontal, upright = ("right", "center") if vertical else ("left", "top")
-        axis.annotate(
-            f"{text} {towards}", at, xycoords="axes fraction", xytext=(4, 0), ha=horizontal, va=upright, **label
-        )
+    room = _FAR * (high - low)
+    if not low - room <= limit <= high + room:
+        above = limit > high
+        if vertical:
+            shown = f"{text} →" if above else f"← {text}"
+            axis.annotate(
+                shown, (above, 0.22), xycoords="axes fraction", xytext=(-4 if above else 4, 0),
+                ha="right" if above else "left", va="center", **label,
+            )  # fmt: skip
+        else:
+            axis.annotate(
+                f"{text} {'↑' if above else '↓'}", (0, above), xycoords="axes fraction",
+                xytext=(4, -4 if above else 4), va="top" if above else "bottom", **label,
+            )  # fmt: skip
     elif vertical:
         axis.axvline(limit, **style)
-        axis.set_xlim(low, max(high, 1.08 * limit))
+        axis.set_xlim(min(low, limit - 0.05 * (high - low)), max(high, limit + 0.05 * (high - low)))
         axis.annotate(
             text, (limit, 0.22), xycoords=("data", "axes fraction"), xytext=(-14, 0), rotation=90, va="center", **label
         )
     else:
         axis.axhline(limit, **style)
-        axis.set_ylim(low, max(high, 1.12 * limit))
+        axis.set_ylim(min(low, 0.9 * limit), max(high, 1.12 * limit))
         axis.annotate(text, (0, limit), xycoords=("axes fraction", "data"), xytext=(4, 5), **label)

@@ -8,7 +8,10 @@ from rich.table import Table
 from bench.measure.experiment import Experiment, Run
 from bench.measure.summary_format import Distribution, Summary
 
+_UNBOUNDED = 1000  # columns: to see how wide a table would be
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+Columns = list[tuple[str, list[str]]]  # name and a cell for each run
 
 
 def print_summary(console: Console, run: Run) -> None:
@@ -75,35 +78,32 @@ def _lines(summary: Summary) -> list[str]:
 
 
 def print_steps(console: Console, experiment: Experiment) -> None:
-    """One row a run."""
-    table = Table(title=escape(experiment.title), title_justify="left", box=box.SIMPLE_HEAD)
-    for title in (
-        "run",
-        "requests",
-        "TTFT p50/90/99",
-        "TPOT p50/90/99",
-        "ITL p99",
-        "tok/s",
-        "req/s",
-        "attained",
-        "goodput",
-    ):
-        table.add_column(title, justify="left" if title == "run" else "right", no_wrap="p" in title)
-    for run in experiment.runs:
-        summary, goodput = run.summary, run.summary.goodput
-        failures = sum(summary.errors.values())
-        table.add_row(
-            escape(run.label) + ("" if summary.valid else " [bold white on red] INVALID [/]"),
-            f"{summary.requests}" + (f" [red]{failures} failed[/red]" if failures else ""),
-            _three(summary.ttft_ms),
-            _three(summary.tpot_ms),
-            number(summary.itl_ms.p99),
-            number(summary.throughput.output_tokens_per_s),
-            number(summary.throughput.requests_per_s),
-            "" if goodput is None else f"{goodput.attainment:.1%}",
-            "" if goodput is None else number(goodput.requests_per_s),
-        )
-    console.print(table)
+    """One row a run, in one table, or two where the terminal is narrow; own lag of the worst run; the search's end."""
+    runs = [run.summary for run in experiment.runs]
+    met = [summary.goodput for summary in runs]
+    labels = [
+        escape(run.label) + ("" if run.summary.valid else " [bold white on red] INVALID [/]") for run in experiment.runs
+    ]
+    latencies: Columns = [
+        ("requests", [str(summary.requests) for summary in runs]),
+        ("failed", [f"[red]{count}[/red]" if (count := sum(each.errors.values())) else "0" for each in runs]),
+        ("TTFT p50/90/99", [_three(summary.ttft_ms) for summary in runs]),
+        ("TPOT p50/90/99", [_three(summary.tpot_ms) for summary in runs]),
+        ("ITL p99", [number(summary.itl_ms.p99) for summary in runs]),
+    ]
+    rates: Columns = [
+        ("tokens/s", [number(summary.throughput.output_tokens_per_s) for summary in runs]),
+        ("requests/s", [number(summary.throughput.requests_per_s) for summary in runs]),
+    ]
+    if any(met):
+        rates.append(("SLO met", ["" if each is None else f"{each.attainment:.1%}" for each in met]))
+        rates.append(("goodput/s", ["" if each is None else number(each.requests_per_s) for each in met]))
+    whole = _steps(experiment.title, labels, [*latencies, *rates])
+    if console.measure(whole, options=console.options.update(width=_UNBOUNDED)).maximum <= console.width:
+        console.print(whole)
+    else:
+        console.print(_steps(experiment.title, labels, latencies))
+        console.print(_steps("", labels, rates))
     for run in experiment.runs:
         for reason in run.summary.invalid_because:
             console.print(f"[red]{escape(run.label)}: {escape(reason)}[/red]", highlight=False, soft_wrap=True)
@@ -122,6 +122,16 @@ def print_steps(console: Console, experiment: Experiment) -> None:
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _steps(title: str, labels: list[str], columns: Columns) -> Table:
+    table = Table(title=escape(title) or None, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("run", no_wrap=True)
+    for name, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in zip(labels, *(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def print_ratios(console: Console, experiment: Experiment) -> None:

@@ -30,6 +30,7 @@ from bench.report.style import BLUE, CARD, GREEN, ORANGE, THEME
 from bench.report.tables import print_ratios, print_steps, print_summary
 
 SLO = "ttft=120ms,tpot=25ms,itl_p99=60ms"
+pytestmark = pytest.mark.filterwarnings("error:.*constrained_layout")  # matplotlib warns of what it cannot lay out
 HOSTILE = '<script>alert("x")</script><img src=http://example.com/x.png>'
 
 
@@ -123,6 +124,7 @@ def test_the_rate_that_held_is_the_one_shown_in_detail() -> None:
     [
         ({}, {"distribution", "itl", "timeline", "waterfall"}),
         ({"chunks": [0.01], "completion_tokens": 1}, {"distribution", "itl", "timeline", "waterfall"}),
+        ({"chunks": [0.5, 0.53, 0.56], "completion_tokens": 3}, {"distribution", "itl", "timeline", "waterfall"}),
         ({"error": "interrupted", "detail": "", "end": -1.0}, set()),
     ],
 )
@@ -139,6 +141,25 @@ def test_odd_runs_have_pictures_too(changes: dict[str, Any], is_there: set[str],
         write_html(tmp_path / "odd.html", experiment)
         drawn = set(re.findall(r'<figure id="([^"]+)"', (tmp_path / "odd.html").read_text()))
         assert drawn & {"distribution", "itl", "timeline", "waterfall"} == is_there
+
+
+def test_narrow_latencies_far_from_their_limits_are_drawn_in_full() -> None:
+    """A server with fixed delays: the limit is far to the left of all values, and no curve lies on the frame."""
+    whole = run("1 req/s", 1.0, failing=0)
+    for i, record in enumerate(whole.result.records):
+        record.chunks = [0.0500 + 0.05 * k * (1 + 1e-5 * i) for k in range(1, 31)]
+    summary = summarise(whole.config, whole.result, parse_slo("ttft=9ms,tpot=9ms,itl_p99=9ms"))
+    experiment = Experiment(kind="sweep", title="", runs=[msgspec.structs.replace(whole, summary=summary)])
+    drawn = {picture.name: picture.figure for picture in pictures(experiment)}
+    for name in ("distribution", "itl", "latency", "throughput"):
+        drawn[name].canvas.draw()
+    for axis in [*drawn["latency"].axes, drawn["throughput"].axes[2], *drawn["distribution"].axes]:
+        (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+        for line in axis.lines:
+            xs, ys = (np.asarray(values, float) for values in line.get_data())
+            if line.get_linestyle() == "-" and len(xs):
+                assert left <= xs.min() and xs.max() < right and bottom <= ys.min() and ys.max() < top
+    assert "← SLO 9 ms" in [text.get_text() for text in drawn["distribution"].axes[1].texts]
 
 
 def test_a_waterfall_says_how_many_of_its_requests_it_shows() -> None:
@@ -204,8 +225,8 @@ def count(pixels: np.ndarray, colour: str) -> int:
     return int((np.abs(pixels - np.array(to_rgb(colour))).max(axis=-1) < 0.03).sum())
 
 
-def shown(draw: Any, *what: Any) -> str:
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def shown(draw: Any, *what: Any, width: int = 160) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     draw(console, *what)
     return console.export_text()
 
@@ -217,7 +238,20 @@ def test_tables_tell_what_went_wrong() -> None:
     assert "INVALID" in text and "99 ms" in text and "2 failed: http_500" in text and HOSTILE in text
     assert "send lag" in text and "58 of 60 completed" in text and "goodput" in text
     steps = shown(print_steps, Experiment(kind="sweep", title="t", runs=[one]))
-    assert "INVALID" in steps and "send lag 0." in steps and "loop lag 0." in steps and "2 failed" in steps
+    assert "INVALID" in steps and "send lag 0." in steps and "loop lag 0." in steps
+
+
+def test_steps_are_legible_at_any_width() -> None:
+    for width, heads in ((80, 2), (160, 1)):
+        lines = shown(print_steps, goodput(), width=width).splitlines()
+        tables = [line.split() for line in lines if line.split()[:1] == ["run"]]
+        assert len(tables) == heads
+        names = " ".join(" ".join(table) for table in tables)
+        for name in ("requests", "failed", "TTFT p50/90/99", "TPOT p50/90/99", "ITL p99", "tokens/s", "goodput/s"):
+            assert name in names
+        assert len([line for line in lines if line.strip().startswith("4 req/s")]) == heads and "…" not in "".join(
+            lines
+        )
 
 
 def test_tables_of_ratios_and_searches() -> None:
