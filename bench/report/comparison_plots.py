@@ -45,7 +45,7 @@ def ratio_intervals(experiment: Experiment) -> Figure:
             )  # fmt: skip
             axis.annotate(
                 f"{ratio.ratio:.2f}  ({low:.2f} to {high:.2f})", (1.01, row), xycoords=("axes fraction", "data"),
-                fontsize=8.5, va="center", color=colour, annotation_clip=False,
+                fontsize=8.5, va="center", color=INK, annotation_clip=False,
             )  # fmt: skip
         axis.plot([], [], "o-", color=colour, label=f"{target} / {targets[0]}")
     axis.set_xscale("log")
