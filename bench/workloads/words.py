@@ -94,7 +94,7 @@ class TokenWords:
 
     def _fit(self, before: str, text: str, tokens: int) -> str:
         """What stands before, then the text, cut or lengthened so that there are exactly `tokens` more tokens."""
-        start = self.count(before)
+        start = self.count(before) if before else 0
         goal = start + tokens
         text = text.rstrip()
         ends = [end - len(before) for _, end in self._encode(before + text).offsets]
@@ -105,7 +105,7 @@ class TokenWords:
             missing = goal - self.count(before + cut)
             if missing >= 0:
                 fitted = self._append(before + cut, _FILL, missing)
-                if self.count(fitted) == goal:
+                if not missing or self.count(fitted) == goal:
                     return fitted
             if kept <= start:
                 raise BenchError(f"this tokenizer cannot write {tokens} tokens after {before[-40:]!r}")
