@@ -81,11 +81,12 @@ async def find_goodput(
             if probes >= max_probes:
                 return _exhausted(bracket, max_probes)
             run = await ask(at_load(base, rate), f"{rate:.4g} req/s")
+            share = _attained(run)
             runs[rate] = msgspec.structs.replace(run, load=rate)
             if reason := _doubt(run):
                 return f"at {rate:.4g} req/s: {reason}"
             first_failed = not bracket.held and bracket.failed is None
-            bracket.add(rate, holds := _attained(run) >= attainment)
+            bracket.add(rate, holds := share >= attainment)
             if first_failed and not holds and probes < max_probes:
                 alone = await ask(at_load(base, 1, "concurrency"), "one at a time")
                 if reason := _doubt(alone):
