@@ -11,6 +11,7 @@ from bench.measure.record import Record
 from bench.sweep import INTERRUPTED, at_load
 
 _OFFERED = 0.9  # share of the asked rate that must have been sent
+_LASTING = 2.0  # times an answer takes that a load must last, so that it builds up
 
 
 class Bracket:
@@ -60,8 +61,8 @@ async def find_goodput(
 
     A rate holds when at least `attainment` of its requests met the SLO. If `start` does not, requests are sent one at
     a time: if that does not either, no rate can. The search ends early, and `stopped_because` says why, when a run
-    cannot be made or tells of the load generator instead of the server, when `stop` is set, and after `max_probes`
-    runs. Raises BenchError when there is no run at all, or no SLO.
+    cannot be made, tells of the load generator instead of the server, or was too short for the load to build up; when
+    `stop` is set; after `max_probes` runs. Raises BenchError when there is no run at all, or no SLO.
     """
     if start <= 0 or tolerance <= 0:
         raise BenchError(f"the search needs a rate ({start:g}) and a tolerance ({tolerance:g}) above 0")
@@ -85,8 +86,11 @@ async def find_goodput(
             runs[rate] = msgspec.structs.replace(run, load=rate)
             if reason := _doubt(run):
                 return f"at {rate:.4g} req/s: {reason}"
+            holds = share >= attainment
+            if holds and (reason := _too_short(run)):
+                return f"at {rate:.4g} req/s: {reason}"
             first_failed = not bracket.held and bracket.failed is None
-            bracket.add(rate, holds := share >= attainment)
+            bracket.add(rate, holds)
             if first_failed and not holds and probes < max_probes:
                 alone = await ask(at_load(base, 1, "concurrency"), "one at a time")
                 if reason := _doubt(alone):
@@ -153,6 +157,18 @@ def _doubt(run: Run) -> str:
     if (share := offered(run.result.records)) < _OFFERED:
         return f"the load generator sent only {share:.0%} of that rate; use more --workers, or free the machine"
     return ""
+
+
+def _too_short(run: Run) -> str:
+    """Why a run that held does not show that its rate would; empty if it does."""
+    answer_ms = run.summary.e2e_ms.p50
+    sent = [record.sent for record in run.result.records if record.turn == 0 and record.sent >= 0]
+    if answer_ms is None or not sent or max(sent) - min(sent) >= _LASTING * answer_ms / 1e3:
+        return ""
+    return (
+        f"all was sent within {max(sent) - min(sent):.2g} s, but an answer takes {answer_ms / 1e3:.2g} s: "
+        "the load did not build up; use --duration, or more --num-requests"
+    )
 
 
 def offered(records: list[Record]) -> float:

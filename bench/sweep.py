@@ -14,6 +14,7 @@ INTERRUPTED = "interrupted"  # `Experiment.stopped_because` after Ctrl-C
 _FORM = "write 1,2,4 or 1-16x2 (times two) or 2-10+2 (by two)"
 _MOST_STEPS = 100
 _SATURATING = 64  # conversations in flight that keep any server busy
+_WAVES = 4  # times that each of them asks, at least, so that beginning and end weigh little
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
@@ -67,6 +68,8 @@ async def auto_ladder(base: LoadConfig, steps: int, probe: Probe) -> list[float]
     """
     # Another seed than that of the steps, so that their prompts are not in the server's cache.
     config = msgspec.structs.replace(at_load(base, _SATURATING, "concurrency"), seed=base.seed + 1)
+    if base.num_requests is not None:
+        config = msgspec.structs.replace(config, num_requests=max(base.num_requests, _WAVES * _SATURATING))
     run = await probe(config, f"{_SATURATING} at once, to find the highest rate")
     summary = run.summary
     if summary.interrupted:

@@ -174,6 +174,16 @@ async def test_where_no_request_is_completed_the_server_failed() -> None:
     assert (experiment.search.rate, experiment.search.failed_rate) == (2, 3)
 
 
+async def test_a_burst_too_short_for_the_load_to_build_up_is_not_believed() -> None:
+    async def probe(config: LoadConfig, label: str) -> Run:
+        return summarised(config, label)  # 20 requests that take 0.1 s each
+
+    experiment = await find_goodput(CONFIG, probe, start=16)
+    assert experiment.search is not None
+    assert (experiment.search.rate, experiment.search.failed_rate) == (64, None)
+    assert "at 128 req/s: all was sent within 0.15 s, but an answer takes 0.1 s" in experiment.stopped_because
+
+
 async def test_a_run_without_requests_is_not_believed() -> None:
     async def probe(config: LoadConfig, label: str) -> Run:
         return summarised(config, label, requests=0)
@@ -396,6 +406,7 @@ async def test_a_ladder_of_its_own_leads_up_to_the_highest_rate() -> None:
 
     assert await auto_ladder(CONFIG, 4, probe) == [0.2, 0.8, 1.4, 2.0]
     assert asked[0].concurrency == 64 and asked[0].rate is None and asked[0].seed != CONFIG.seed
+    assert asked[0].num_requests == 256 > CONFIG.num_requests
 
 
 async def test_no_ladder_without_answers() -> None:
