@@ -18,7 +18,7 @@ from engine.block_pool import BlockPool
 from engine.config import ModelConfig, fingerprint
 from engine.hashing import root_hash
 from engine.kv_cache import KVCache, KVCacheSpec
-from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
+from engine.request import KvEvent, Request, SamplingParams, TokenLogprob, TokenOutput
 from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
@@ -127,7 +127,23 @@ class Engine:
         identity = fingerprint(folder, config.dtype)
         if config.dummy_seed is not None:
             identity += f"-dummy-{config.dummy_seed}"
-        return cls(model, model_config, identity, config)
+        engine = cls(model, model_config, identity, config)
+        if config.device != "cpu":
+            engine._warm_up(config.max_batched_tokens)
+        return engine
+
+    def _warm_up(self, max_batched_tokens: int) -> None:
+        """Computes prompts of one token and of a whole step, so that no request waits for kernels to be compiled."""
+        room = min(self.max_model_len - 2, self.kv_cache.num_blocks * self.kv_cache.spec.block_size - 2)
+        for length in (1, max(1, min(max_batched_tokens, room))):
+            sampling = SamplingParams(max_tokens=2, temperature=1.0)
+            self.add(Request(request_id="warm-up", prompt_token_ids=[0] * length, sampling=sampling))
+            while self.has_work():
+                for output in self.step().outputs:
+                    if output.error is not None:
+                        raise RuntimeError(f"the first step of {length} tokens fails: {output.error}")
+        self.clear_cache()
+        self._pool.drain_events()
 
     def _make_runner(self, model: Model, kind: LayerKind, config: EngineConfig) -> "Runner | CudaRunner":
         sampler = Sampler(self.vocab_size)

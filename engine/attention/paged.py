@@ -133,6 +133,16 @@ class PagedBackend(AttentionBackend):
             for offset in range(0, length, self._tile)
         ]
         parts = [positions, rows[owner], firsts[lengths == 1], np.array(tiles, dtype=np.int32).reshape(-1)]
-        host = torch.from_numpy(np.concatenate(parts).astype(np.int32)).pin_memory()
-        sent = host.to(self.device, non_blocking=True).split_with_sizes([len(part) for part in parts])
+        sent = _together(parts, self.device)
         return PagedContext(self, sent[0], sent[1], sent[2], sent[3].view(-1, 2) if tiles else None, on_layer)
+
+
+def _together(parts: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
+    """Sends arrays int32 in one transfer. Each begins at a multiple of 16 bytes: kernels are compiled anew for others."""
+    starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
+    pinned = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=True)
+    host = pinned.numpy()
+    for start, part in zip(starts.tolist(), parts, strict=False):
+        host[start : start + len(part)] = part
+    sent = pinned.to(device, non_blocking=True)
+    return [sent[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
