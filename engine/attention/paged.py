@@ -138,7 +138,7 @@ class PagedBackend(AttentionBackend):
 
 
 def _together(parts: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
-    """Sends arrays int32 in one transfer. Each begins at a multiple of 16 bytes: kernels are compiled anew for others."""
+    """Sends arrays int32 in one transfer, each from a multiple of 16 bytes on: for others kernels are compiled anew."""
     starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
     pinned = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=True)
     host = pinned.numpy()
