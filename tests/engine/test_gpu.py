@@ -1,0 +1,60 @@
+"""The engine on a CUDA device against the CPU: `deploy/test-gpu.sh` runs these where there is one."""
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 8, 64), (14, 2, 64), (16, 1, 256)])
+@pytest.mark.parametrize("limits", [{}, {"sliding_window": 100}, {"logit_softcap": 5.0}], ids=str)
+def test_attention_is_that_of_float64(dtype, heads, kv_heads, dim, limits) -> None:
+    from bench.gpu_engine import attention_error
+
+    assert attention_error(dtype, heads, kv_heads, dim, **limits) < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama-8b", "qwen3-0.6b"])
+def test_tokens_are_those_of_the_cpu(family: str) -> None:
+    """Float32: chunks, prefix hits, preemption, sampling and stops that nobody foresees, with a step computed ahead."""
+    from bench.gpu_engine import SMALL, small_model_agrees
+
+    found = small_model_agrees(SMALL[family])
+    assert found.pop("orphaned") == 0
+    assert set(found.values()) == {1.0}, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(7, 100), (4096, 4096), (1001, 14336)])
+def test_matvec_is_a_product(dtype, n: int, k: int) -> None:
+    from engine.kernels.matvec import matvec
+
+    x, weight, bias = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((1, k), (n, k), (n,)))
+    want = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert (matvec(x, weight, bias).double() - want).norm() < 1e-2 * want.norm()
+
+
+def test_logits_in_bfloat16_are_near_those_of_float32() -> None:
+    from bench.gpu_engine import SMALL, folder_of
+    from engine.attention.base import LayerKind, Span
+    from engine.attention.paged import PagedBackend
+    from engine.kv_cache import KVCache, KVCacheSpec
+    from engine.weights.load import load_model
+
+    tokens = torch.arange(300, device="cuda") % 1000
+    logits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, config = load_model(folder_of(SMALL["qwen3-0.6b"]), dtype=dtype, device="cuda", dummy_seed=3)
+        spec = KVCacheSpec(config.num_layers, 16, config.num_kv_heads, config.head_dim, dtype)
+        backend = PagedBackend(
+            KVCache(spec, 20, device="cuda"), LayerKind(config.num_heads, config.head_dim**-0.5), 4, 20
+        )
+        with torch.inference_mode():
+            context = backend.plan([Span(list(range(20)), 0, 300)])
+            logits.append(model.logits(model.forward(tokens, context.positions, context)).float())
+    assert (logits[1] - logits[0]).norm() < 2e-2 * logits[0].norm()
