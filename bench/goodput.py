@@ -177,5 +177,5 @@ def offered(records: list[Record]) -> float:
     if not starts:
         return 1.0
     due, sent = [record.scheduled for record in starts], [record.sent for record in starts]
-    took = max(sent) - min(due)
-    return (max(due) - min(due)) / took if took > max(due) - min(due) > 0 else 1.0
+    planned, took = max(due) - min(due), max(sent) - min(sent)
+    return planned / took if took > planned > 0 else 1.0

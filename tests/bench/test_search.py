@@ -174,6 +174,15 @@ async def test_where_no_request_is_completed_the_server_failed() -> None:
     assert (experiment.search.rate, experiment.search.failed_rate) == (2, 3)
 
 
+async def test_where_no_request_is_completed_by_a_late_generator_nothing_is_known() -> None:
+    async def probe(config: LoadConfig, label: str) -> Run:
+        return summarised(config, label, error="timeout", lag=LagSamples(loop=[99.0] * 10))
+
+    experiment = await find_goodput(CONFIG, probe)
+    assert experiment.search is not None and experiment.search.failed_rate is None
+    assert "loop lag p99 is 99 ms" in experiment.stopped_because
+
+
 async def test_a_burst_too_short_for_the_load_to_build_up_is_not_believed() -> None:
     async def probe(config: LoadConfig, label: str) -> Run:
         return summarised(config, label)  # 20 requests that take 0.1 s each
@@ -304,6 +313,7 @@ def test_what_is_reported_was_measured(
         ([0.5], [9.0], 1.0),
         ([0, 1, 2], [0, 1, 2], 1.0),
         ([0, 1, 2], [0.5, 1, 2], 1.0),
+        ([0, 1, 2], [1, 2, 3], 1.0),
         ([0, 1, 2], [0, 2, 4], 0.5),
         ([0, 0, 0], [0, 1, 2], 1.0),
     ],

@@ -361,6 +361,19 @@ async def test_a_target_that_dies_later_costs_only_the_runs_to_come(lab: Lab) ->
     assert "b ended with status 3 while it was measured" in experiment.stopped_because
 
 
+async def test_ctrl_c_while_a_target_starts_keeps_what_there_is(lab: Lab) -> None:
+    stop = asyncio.Event()
+
+    async def probe(config: LoadConfig, label: str) -> Run:
+        asyncio.get_running_loop().call_later(0.5, stop.set)
+        return run_of(config, label)
+
+    starting = [lab.command(name="a"), lab.command("waits", name="b")]
+    experiment = await compare_targets(CONFIG, starting, 3, False, probe, stop)
+    assert [run.target for run in experiment.runs] == ["a"] and experiment.stopped_because == "interrupted"
+    assert not lab.running("a") and not lab.running("b")
+
+
 async def test_a_target_that_never_ran_is_an_error(lab: Lab) -> None:
     async def probe(config: LoadConfig, label: str) -> Run:
         return run_of(config, label)
