@@ -210,7 +210,7 @@ def _carry_out(options: Options, measure: Measure, check: str = "", expect: Path
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     checks = [done.summary.check for done in experiment.runs if done.summary.check is not None]
-    if any(found.equal < found.compared for found in checks):
+    if any(found.equal < found.compared or not found.compared for found in checks):
         raise typer.Exit(1)
 
 

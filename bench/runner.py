@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from bench.check import check_expected, check_greedy
+from bench.check import check_expected, check_greedy, expected_answers, require_greedy
 from bench.config import LoadConfig
 from bench.load.body import Dialogue
 from bench.load.coordinator import run_load
@@ -42,11 +42,15 @@ class Runner:
         self._console = console
         self._check = check
         self._expect = expect
+        if expect is not None:
+            expected_answers(expect)  # before the load, so that no run is lost
 
     async def probe(self, config: LoadConfig, label: str) -> Run:
         """One load run. Raises BenchError when it cannot be made."""
         if self._check or self._expect:
             config = msgspec.structs.replace(config, keep_text=True)
+        if self._check:
+            require_greedy(config)  # before the load, so that no run is lost
         config = await settle(config, self._api_key)
         if self._console is None:
             result = await run_load(config, self._api_key, None, self.stop)

@@ -86,11 +86,16 @@ async def auto_ladder(base: LoadConfig, steps: int, probe: Probe) -> list[float]
 async def sweep_loads(
     base: LoadConfig, loads: list[float], axis: str, probe: Probe, stop: asyncio.Event | None = None
 ) -> Experiment:
-    """One run for each load, all with the same seed; sorted by load in the Experiment.
+    """One run for each load, each with a seed of its own; sorted by load in the Experiment.
+
+    With one seed for all, later steps would ask what earlier ones have left in the server's prefix cache.
 
     Ends early when `stop` is set or a run cannot be made, and keeps what it has. Raises BenchError when it has nothing.
     """
-    steps = [(load, at_load(base, load, axis)) for load in loads]
+    steps = [
+        (load, msgspec.structs.replace(at_load(base, load, axis), seed=base.seed + number))
+        for number, load in enumerate(loads)
+    ]
     runs: list[Run] = []
     stopped_because = ""
     for load, config in steps:

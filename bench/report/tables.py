@@ -95,6 +95,8 @@ def print_steps(console: Console, experiment: Experiment) -> None:
         ("tokens/s", [number(summary.throughput.output_tokens_per_s) for summary in runs]),
         ("requests/s", [number(summary.throughput.requests_per_s) for summary in runs]),
     ]
+    if any(summary.tokens.cached for summary in runs):
+        rates.append(("cached", [f"{(s.tokens.cached or 0) / max(s.tokens.input, 1):.0%}" for s in runs]))
     if any(met):
         rates.append(("SLO met", ["" if each is None else f"{each.attainment:.1%}" for each in met]))
         rates.append(("goodput/s", ["" if each is None else number(each.requests_per_s) for each in met]))
@@ -104,6 +106,8 @@ def print_steps(console: Console, experiment: Experiment) -> None:
     else:
         console.print(_steps(experiment.title, labels, latencies))
         console.print(_steps("", labels, rates))
+    if experiment.stopped_because:
+        console.print(f"[yellow]{escape(experiment.stopped_because)}[/yellow]", highlight=False, soft_wrap=True)
     for run in experiment.runs:
         for reason in run.summary.invalid_because:
             console.print(f"[red]{escape(run.label)}: {escape(reason)}[/red]", highlight=False, soft_wrap=True)
