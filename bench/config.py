@@ -15,7 +15,7 @@ class WorkloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     data: str = ""  # file of the workloads that read one; empty: the sample that Tandem ships
     input_len: str = "256"
     output_len: str = "64"
-    prefix_len: int = 128  # shared-prefix: tokens of each group's prefix; sonnet, random: of one prefix for all
+    prefix_len: int = 128  # shared-prefix: tokens of each group's prefix; multi-turn: of the system prompt
     groups: int = 8
     turns: str = "3"  # multi-turn: turns of a conversation
     think: str = "1"  # multi-turn: seconds between an answer and the next question

@@ -83,7 +83,9 @@ class Options:
         str, _flag(text="Prompt tokens: 256, 100-300, normal:256,64, lognormal:256,128.", group=_WORK)
     ] = "256"
     output_len: Annotated[str, _flag(text="Answer tokens, as --input-len.", group=_WORK)] = "64"
-    prefix_len: Annotated[int, _flag(text="shared-prefix: common tokens of a group.", group=_WORK, min=0)] = 128
+    prefix_len: Annotated[
+        int, _flag(text="shared-prefix: common tokens of a group; multi-turn: system prompt.", group=_WORK, min=0)
+    ] = 128
     groups: Annotated[int, _flag(text="shared-prefix: groups.", group=_WORK, min=1)] = 8
     turns: Annotated[str, _flag(text="multi-turn: questions of a conversation.", group=_WORK)] = "3"
     think: Annotated[str, _flag(text="multi-turn: seconds before the next question.", group=_WORK)] = "1"

@@ -67,8 +67,13 @@ def to_json(experiment: Experiment) -> bytes:
         {"label": run.label, "target": run.target, "load": run.load} | msgspec.to_builtins(run.summary)
         for run in experiment.runs
     ]
-    found: dict[str, object] = {"kind": experiment.kind, "title": experiment.title, "axis": experiment.axis, "runs": runs}
-    found |= {"search": experiment.search, "ratios": experiment.ratios, "stopped_because": experiment.stopped_because}
+    found: dict[str, object] = {"kind": experiment.kind, "title": experiment.title, "axis": experiment.axis}
+    found |= {
+        "runs": runs,
+        "search": experiment.search,
+        "ratios": experiment.ratios,
+        "stopped_because": experiment.stopped_because,
+    }
     return msgspec.json.encode(found)
 
 
