@@ -310,8 +310,9 @@ async def test_stop_ends_the_wait_for_it(lab: Lab) -> None:
 
 def test_ctrl_c_leaves_nothing_behind(lab: Lab) -> None:
     code = f"""
-import asyncio
+import asyncio, signal
 from bench.targets import Started, Target
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever runs the tests may have switched off
 async def main():
     async with Started(Target(name="srv", command={lab.command("parent").command!r}), kill_wait=0.5):
         print("ready", flush=True)
