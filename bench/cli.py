@@ -56,6 +56,8 @@ def run(
     async def measure(runner: "Runner") -> "Experiment":
         from bench.measure.experiment import Experiment
 
+        if check and expect:
+            raise BenchError("choose --check greedy or --expect, not both")
         config = _loaded(options)
         done = await runner.probe(config, _title(config))
         return Experiment(kind="run", title=f"{done.config.model}: {done.label}", runs=[done])
@@ -83,6 +85,8 @@ def sweep(
         from bench.sweep import auto_ladder, parse_ladder, sweep_loads
 
         config = load_config(options)
+        if options.rate and options.concurrency:
+            raise BenchError("choose a ladder of --rate or of --concurrency, not both")
         axis = "concurrency" if options.concurrency else "rate"
         given = options.concurrency or options.rate
         loads = parse_ladder(given) if given else await auto_ladder(config, steps, runner.probe)
@@ -138,7 +142,7 @@ def compare(
         typer.Argument(help="URL or command with {port}, each perhaps named: NAME=http://... or 'NAME=cmd {port}'."),
     ],
     options: Options,
-    rounds: Annotated[int, typer.Option(help="Runs of each target.", min=1)] = 3,
+    rounds: Annotated[int, typer.Option(help="Runs of each target.", min=2)] = 3,
     keep_running: Annotated[
         bool, typer.Option("--keep-running", help="Leave all commands running, instead of one at a time.")
     ] = False,
@@ -153,11 +157,18 @@ def compare(
     """
 
     async def measure(runner: "Runner") -> "Experiment":
+        import msgspec
+
         from bench.compare import compare_targets
+        from bench.load.server import settle
         from bench.targets import parse_target
 
         parsed = [parse_target(text) for text in targets]
-        return await compare_targets(_loaded(options), parsed, rounds, keep_running, runner.probe, runner.stop)
+        config = _loaded(options)
+        for target in parsed:
+            if target.url:  # found out before the first load is made
+                await settle(msgspec.structs.replace(config, url=target.url), options.api_key)
+        return await compare_targets(config, parsed, rounds, keep_running, runner.probe, runner.stop)
 
     _carry_out(options, measure)
 

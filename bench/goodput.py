@@ -14,6 +14,10 @@ _OFFERED = 0.9  # share of the asked rate that must have been sent
 _LASTING = 2.0  # times an answer takes that a load must last, so that it builds up
 
 
+_NONE = "no rate can hold"
+_GONE = ("connection_refused", "connection_failed")  # these tell of a server that is down, not of a slow one
+
+
 class Bracket:
     """Between the highest rate that held and the lowest that failed. Rates in requests per second."""
 
@@ -96,7 +100,7 @@ async def find_goodput(
                 if reason := _doubt(alone):
                     return f"one at a time: {reason}"
                 if _attained(alone) < attainment:
-                    return f"no rate can hold: even one at a time, {_attained(alone):.1%} of the requests met the SLO"
+                    return f"{_NONE}: even one at a time, {_attained(alone):.1%} of the requests met the SLO"
         return ""
 
     try:
@@ -120,6 +124,7 @@ async def find_goodput(
             rate=bracket.held,
             failed_rate=bracket.failed,
             goodput=best.requests_per_s if best else 0.0,
+            finished=not stopped_because or stopped_because.startswith(_NONE),
         ),
         stopped_because=stopped_because,
     )
@@ -150,6 +155,8 @@ def _doubt(run: Run) -> str:
         return INTERRUPTED
     if not summary.requests:
         return "no request was counted; raise --duration or --num-requests"
+    if gone := sum(summary.errors.get(kind, 0) for kind in _GONE):
+        return f"the server was not there for {gone} of {summary.requests} requests"
     lags = (summary.send_lag_ms.p99, summary.loop_lag_ms.p99)
     late = any(lag is not None and lag > run.config.max_send_lag_ms for lag in lags)
     if not summary.valid and (summary.completed or late):

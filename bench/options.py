@@ -141,6 +141,8 @@ def seconds(text: str, flag: str) -> float:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*", text)
     if match is None:
         raise BenchError(f"{flag} {text!r} is no time; write e.g. 90s, 2m or 200ms")
+    if not float(match[1]):
+        raise BenchError(f"{flag} must be above 0")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -182,6 +184,8 @@ def load_config(options: Options) -> LoadConfig:
         raise BenchError(f"--extra-body is no JSON: {error}") from error
     if not isinstance(extra, dict):
         raise BenchError('--extra-body must be a JSON object like {"top_p": 0.9}')
+    if options.num_requests and options.warmup >= options.num_requests:
+        raise BenchError(f"--warmup {options.warmup} leaves none of the {options.num_requests} requests to count")
     bounded = options.num_requests or options.duration or (arrival == "trace" and not options.concurrency)
     return LoadConfig(
         url=options.url,

@@ -1,5 +1,6 @@
 """What a command leaves behind: tables on the terminal, files that the flags name."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,10 @@ def require_writable(options: Options) -> None:
     for path in (options.json, options.records, options.report, options.plots):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"there is no folder {path.absolute().parent} to write {path.name} into")
+        if path is not None and path.exists() and path.is_dir() is not (path is options.plots):
+            raise BenchError(f"{path} is {'a' if path.is_dir() else 'no'} folder")
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise BenchError(f"{path} cannot be written")
     if options.records is not None and options.records.suffix not in (".jsonl", ".json", ".parquet"):
         raise BenchError(f"--records {options.records} must end in .jsonl or .parquet")
     if options.report is not None or options.plots is not None:

@@ -144,7 +144,7 @@ class Load:
             self._told.pop(record.id, None)
             if self.config.keep_text:
                 record.text = "".join(answer.text)
-            self._progress.send_lag_ms.append(1e3 * (record.sent - record.scheduled))
+            self._progress.send_lag_ms.append(max(0.0, 1e3 * (record.sent - record.scheduled)))  # timers have whole ms
             self._progress.records.append(record)
         return answer
 
@@ -249,10 +249,11 @@ async def _serve() -> None:
 
 
 def main() -> None:
-    """Entry point. Ctrl-C reaches the whole process group; the coordinator decides what it means."""
+    """Entry point. Signals reach the whole process group; the coordinator decides what they mean."""
     import signal
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     uvloop.run(_serve())
 
 

@@ -41,6 +41,7 @@ class Search(msgspec.Struct, kw_only=True):
     rate: float  # highest rate that held, 0 if none did
     failed_rate: float | None = None  # lowest rate that did not
     goodput: float = 0.0  # requests per second that met the SLO at `rate`
+    finished: bool = True  # False: it ended early, and a higher rate might hold
 
 
 class Experiment(msgspec.Struct, kw_only=True):

@@ -12,6 +12,9 @@ from bench.measure.summary import completed, latencies
 
 _COMPARED = {name: QUANTILES[name] for name in ("p50", "p90", "p99")}
 
+# Student's t, 97.5 %, by degrees of freedom from 1 on: few rounds tell little of how much rounds differ.
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
 Weights = npt.NDArray[np.int64]
 Unit = tuple[int, int]  # round and id of a request: the same request for each target
 
@@ -47,7 +50,9 @@ def ratios(base: list[Run], other: list[Run], target: str, seed: int = 0, resamp
 
     Run k of one belongs to run k of the other: same workload, same seed, one after the other. The bootstrap draws
     rounds, and then requests in each, for both sides at once, so that what a round or a request has in common on both
-    sides cancels out. Rounds that only one side has are left out, and metrics without a value or with a base of zero.
+    sides cancels out. The interval is at least that of Student's t over the rounds' own log ratios: a bootstrap of few
+    rounds is too sure of itself. Rounds that only one side has are left out, and metrics without a value or with a base
+    of zero.
     """
     rounds = min(len(base), len(other))
     base, other = base[:rounds], other[:rounds]
@@ -62,17 +67,30 @@ def ratios(base: list[Run], other: list[Run], target: str, seed: int = 0, resamp
     rng = np.random.default_rng(seed)
     affordable = min(sample.affordable(resamples) for side in sides for sample in side.samples.values())
     draws = np.array([_draw(sides, names, sizes, rng) for _ in range(affordable)])
-    return [
-        Ratio(
-            target=target,
-            metric=name,
-            base=base_metrics[name],
-            value=other_metrics[name],
-            ratio=other_metrics[name] / base_metrics[name],
-            ci95=interval(drawn),
-        )
-        for name, drawn in zip(names, draws.T, strict=True)
-    ]
+    found = []
+    for name, drawn in zip(names, draws.T, strict=True):
+        ratio = other_metrics[name] / base_metrics[name]
+        low, high = interval(drawn)
+        spread = _spread_of_rounds(sides, units, rounds, name)
+        ci95 = (min(low, ratio / spread), max(high, ratio * spread))
+        values = {"base": base_metrics[name], "value": other_metrics[name], "ratio": ratio}
+        found.append(Ratio(target=target, metric=name, ci95=ci95, **values))
+    return found
+
+
+def _spread_of_rounds(sides: tuple[_Side, _Side], units: Sequence[Unit], rounds: int, name: str) -> float:
+    """Factor by which the mean of the rounds' ratios may be off either way, by Student's t; 1 for a single round."""
+    of_round = np.array([number for number, _ in units])
+    logs = []
+    for number in range(rounds):
+        weights = (of_round == number).astype(np.int64), (np.arange(rounds) == number).astype(np.int64)
+        base, other = (side.metrics(*weights)[name] for side in sides)
+        if base > 0 and other > 0:
+            logs.append(np.log(other / base))
+    if len(logs) < 2:
+        return 1.0
+    student = _STUDENT[min(len(logs) - 1, len(_STUDENT)) - 1]
+    return float(np.exp(student * np.std(logs, ddof=1) / np.sqrt(len(logs))))
 
 
 def _draw(sides: tuple[_Side, _Side], names: Sequence[str], sizes: Weights, rng: np.random.Generator) -> Floats:

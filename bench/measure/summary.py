@@ -81,7 +81,8 @@ def summarise(config: LoadConfig, result: RunResult, slo: Slo | None = None, che
 
 
 def measured_seconds(records: Sequence[Record]) -> float:
-    """From the first send to the last end; 0 without any."""
+    """From the first send to the last end, of those that the end of the run did not cut off; 0 without any."""
+    records = [record for record in records if record.error != INTERRUPTED]
     if not records:
         return 0.0
     return max(record.end for record in records) - min(record.sent for record in records)

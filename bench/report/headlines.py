@@ -67,10 +67,12 @@ def _of_search(experiment: Experiment) -> list[Headline]:
     search = experiment.search
     if search is None:
         return []
+    found = "the highest rate" if search.finished else "not finished; so far the highest rate"
     failed = "none" if search.failed_rate is None else number(search.failed_rate)
     return [
         Headline(
-            number(search.rate), f"a second: the highest rate at which {100 * search.attainment:.4g} % met the SLO"
+            number(search.rate),
+            f"a second: {found} at which {100 * search.attainment:.4g} % met the SLO",
         ),
         Headline(number(search.goodput), "requests that met the SLO per second, at that rate"),
         Headline(failed, "a second: the lowest rate that did not hold"),

@@ -9,6 +9,7 @@ from bench.measure.experiment import Experiment, Run
 from bench.measure.summary_format import Distribution, Summary
 
 _UNBOUNDED = 1000  # columns: to see how wide a table would be
+_UNFORESEEN = 0.05  # share of prompt tokens
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 Columns = list[tuple[str, list[str]]]  # name and a cell for each run
@@ -56,6 +57,13 @@ def _lines(summary: Summary) -> list[str]:
     ]
     if tokens.predicted_cached:
         lines.append(f"            an endless cache would have held {tokens.predicted_cached}")
+    if tokens.cached and tokens.predicted_cached is not None:
+        more = (tokens.cached - tokens.predicted_cached) / max(tokens.input, 1)
+        if more > _UNFORESEEN:
+            lines.append(
+                f"            {more:.0%} of the prompt tokens came from the cache beyond what this run explains: the "
+                "server knew these prompts from before; ask others with another --seed"
+            )
     if tokens.wrong_input_length or tokens.wrong_output_length:
         lines.append(
             f"            of another length than asked: {tokens.wrong_input_length} prompts, "
@@ -73,6 +81,8 @@ def _lines(summary: Summary) -> list[str]:
         lines.append(f"{kind:<11} {clients.as_expected} of {clients.sent} as expected{odd}")
     if (check := summary.check) is not None:
         lines.append(f"check       {check.mode}: {check.equal} of {check.compared} answers equal")
+        if check.unmatched:
+            lines.append(f"            {check.unmatched} answers to prompts that the file does not have")
         lines += [f"            {line}" for line in check.different]
     return lines
 
@@ -121,7 +131,8 @@ def print_steps(console: Console, experiment: Experiment) -> None:
     if (search := experiment.search) is not None:
         failed = "no rate failed" if search.failed_rate is None else f"{search.failed_rate:g} a second did not hold"
         console.print(
-            f"[bold]{search.rate:g} requests a second[/bold] is the highest rate at which {search.attainment:.0%} "
+            ("" if search.finished else "The search is not finished. ")
+            + f"[bold]{search.rate:g} requests a second[/bold] is the highest rate at which {search.attainment:.0%} "
             f"met the SLO ({failed}); goodput {search.goodput:.2f} a second",
             highlight=False,
             soft_wrap=True,

@@ -170,8 +170,8 @@ def test_summary_of_a_run() -> None:
         answered(3, sent=3.0, ttft=0.3, prompt_tokens=10, input_tokens=10, cached_tokens=0, output_tokens=6),
         failed(4, "http_429", sent=4.0, status=429, retry_after=2.0, detail="busy"),
         failed(5, "http_429", sent=4.0, status=429, detail="still busy"),
-        failed(6, "timeout", sent=4.0, seconds=6.5, chunks=[0.1]),
-        failed(7, "interrupted", sent=4.0, seconds=7.0, chunks=[0.1]),
+        failed(6, "timeout", sent=4.0, seconds=7.0, chunks=[0.1]),
+        failed(7, "interrupted", sent=4.0, seconds=9.0, chunks=[0.1]),
         answered(8, sent=20.0, client="slow"),
         failed(9, "accepted", sent=20.0, client="bad"),
         failed(10, "interrupted", sent=20.0, client="bad"),
@@ -182,7 +182,7 @@ def test_summary_of_a_run() -> None:
     assert summary.errors == {"http_429": 2, "timeout": 1}
     assert summary.error_examples == {"http_429": "busy", "timeout": ""}
     assert summary.retry_after_s is not None and summary.retry_after_s.p50 == 2.0
-    assert summary.measured_s == pytest.approx(10.0)  # from 1.0 to 11.0
+    assert summary.measured_s == pytest.approx(10.0)  # from 1.0 to 11.0; what was cut off at 13.0 does not count
     assert summary.throughput.requests_per_s == pytest.approx(0.3)
     assert summary.throughput.output_tokens_per_s == pytest.approx(1.5)
     assert summary.throughput.input_tokens_per_s == pytest.approx(3.1)
@@ -366,3 +366,19 @@ def test_every_flag_is_documented() -> None:
 
 def test_every_objective_is_documented() -> None:
     assert all(documented(name) for name in NAMES)
+
+
+def test_few_rounds_prove_little() -> None:
+    """The same server twice: rounds that differ by a hundredth either way must not exclude 1."""
+
+    def rounds(lengths: list[float]) -> list[Run]:
+        runs = []
+        for seconds in lengths:
+            records = [answered(i, sent=i * seconds / 20) for i in range(20)]
+            summary = summarise(CONFIG, result(records))
+            runs.append(Run(label="", config=CONFIG, result=result(records), summary=summary))
+        return runs
+
+    found = {each.metric: each for each in ratios(rounds([10.0, 10.0, 10.0]), rounds([9.9, 9.8, 10.05]), "b")}
+    low, high = found["throughput requests_per_s"].ci95
+    assert low < 1 < high and found["throughput requests_per_s"].ratio > 1
