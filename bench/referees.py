@@ -1,8 +1,9 @@
 """`tandem bench` beside aiperf and guidellm, same load: `python -m bench.referees --aiperf BIN --guidellm BIN`.
 
 Each tool keeps the same number of streams open on the same server, with prompts and answers of the same lengths in
-tokens, in alternating rounds. Their medians are compared; a tool that is not named is left out. The server is a
-scripted one, whose delays do not depend on who else uses the machine, or the one at --url.
+tokens, in alternating rounds. Their medians are compared; a tool that is not named is left out. Tools end well
+although requests failed, and tell of the others alone: a round counts only if all of them were answered in full
+length. The server is a scripted one, whose delays do not depend on who else uses the machine, or the one at --url.
 
 The tools want a tokenizer: aiperf takes one only from a Hugging Face cache, so one is made of --tokenizer, offline.
 """
@@ -65,6 +66,8 @@ def tandem(load: Load, seed: int) -> Measured:
         "tpot_ms p50": found["tpot_ms"]["p50"],
         "requests_per_s": found["throughput"]["requests_per_s"],
         "output_tokens_per_s": found["throughput"]["output_tokens_per_s"],
+        "completed": found["completed"],
+        "output_tokens": found["tokens"]["output"],
     }
 
 
@@ -84,6 +87,8 @@ def aiperf(load: Load, seed: int, binary: str) -> Measured:
         "tpot_ms p50": found["inter_token_latency"]["p50"],
         "requests_per_s": found["request_throughput"]["avg"],
         "output_tokens_per_s": found["output_token_throughput"]["avg"],
+        "completed": found["request_count"]["avg"],
+        "output_tokens": found["output_sequence_length"]["sum"],
     }
 
 
@@ -102,7 +107,20 @@ def guidellm(load: Load, seed: int, binary: str) -> Measured:
         "tpot_ms p50": found["inter_token_latency_ms"]["successful"]["median"],
         "requests_per_s": found["requests_per_second"]["successful"]["mean"],
         "output_tokens_per_s": found["output_tokens_per_second"]["successful"]["mean"],
+        "completed": found["request_totals"]["successful"],
+        "output_tokens": found["output_token_count"]["successful"]["total_sum"],
     }
+
+
+def in_full(tool: str, load: Load, measured: Measured) -> Measured:
+    """What was measured. Raises RuntimeError unless every request was answered, in the length that was asked for."""
+    tokens = load.requests * load.output_tokens
+    if measured["completed"] != load.requests or measured["output_tokens"] != tokens:
+        raise RuntimeError(
+            f"{tool} completed {measured['completed']:.0f} of {load.requests} requests with "
+            f"{measured['output_tokens']:.0f} of {tokens} tokens: medians of such rounds are not compared"
+        )
+    return measured
 
 
 @contextlib.contextmanager
@@ -143,7 +161,7 @@ def main() -> None:
         rounds = []
         for number in range(arguments.rounds):
             order = list(tools.items())[:: -1 if number % 2 else 1]
-            rounds.append({tool: measure(load, number + 1) for tool, measure in order})
+            rounds.append({tool: in_full(tool, load, measure(load, number + 1)) for tool, measure in order})
             print(f"round {number + 1}: {json.dumps(rounds[-1])}", flush=True)
     report = _compared(list(tools), rounds) | {"rounds": rounds, "streams": load.streams, "requests": load.requests}
     if arguments.json is not None:
