@@ -66,8 +66,8 @@ async def auto_ladder(base: LoadConfig, steps: int, probe: Probe) -> list[float]
 
     The rate is that of conversations, as --rate is. Raises BenchError when nothing was completed.
     """
-    # Another seed than that of the steps, so that their prompts are not in the server's cache.
-    config = msgspec.structs.replace(at_load(base, _SATURATING, "concurrency"), seed=base.seed + 1)
+    # The seed after those of the steps, so that their prompts are not in the server's cache.
+    config = msgspec.structs.replace(at_load(base, _SATURATING, "concurrency"), seed=base.seed + steps)
     if base.num_requests is not None:
         config = msgspec.structs.replace(config, num_requests=max(base.num_requests, _WAVES * _SATURATING))
     run = await probe(config, f"{_SATURATING} at once, to find the highest rate")

@@ -416,6 +416,7 @@ async def test_a_ladder_of_its_own_leads_up_to_the_highest_rate() -> None:
 
     assert await auto_ladder(CONFIG, 4, probe) == [0.2, 0.8, 1.4, 2.0]
     assert asked[0].concurrency == 64 and asked[0].rate is None and asked[0].seed != CONFIG.seed
+    assert asked[0].seed not in {CONFIG.seed + step for step in range(4)}  # which the ladder's steps will have
     assert asked[0].num_requests == 256 > CONFIG.num_requests
 
 
