@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 Arrival = Literal["poisson", "constant", "gamma", "ramp", "trace"]
 
 
@@ -53,3 +54,8 @@ class LoadConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 1  # load processes
     max_send_lag_ms: float = 10.0  # p99 above it: the run is not valid
     keep_text: bool = False
+
+    @property
+    def replays(self) -> bool:
+        """Whether conversations start at the timestamps of a trace."""
+        return self.concurrency is None and self.arrival == "trace"

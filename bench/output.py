@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bench.errors import BenchError
 from bench.measure.experiment import Experiment
-from bench.measure.record_files import write_records
+from bench.measure.record_files import require_ending, write_records
 from bench.options import Options
 from bench.report.tables import print_ratios, print_steps, print_summary
 
@@ -33,8 +33,8 @@ def require_writable(options: Options) -> None:
             raise BenchError(f"{path} is {'a' if path.is_dir() else 'no'} folder")
         if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise BenchError(f"{path} cannot be written")
-    if options.records is not None and options.records.suffix not in (".jsonl", ".json", ".parquet"):
-        raise BenchError(f"--records {options.records} must end in .jsonl or .parquet")
+    if options.records is not None:
+        require_ending(options.records)
     if options.report is not None or options.plots is not None:
         try:
             import matplotlib  # noqa: F401

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -41,13 +42,12 @@ class Runner:
         self._slo = slo
         self._console = console
         self._check = check
-        self._expect = expect
-        if expect is not None:
-            expected_answers(expect)  # before the load, so that no run is lost
+        # Read before the load, so that no run is lost.
+        self._expected = None if expect is None else expected_answers(expect)
 
     async def probe(self, config: LoadConfig, label: str) -> Run:
         """One load run. Raises BenchError when it cannot be made."""
-        if self._check or self._expect:
+        if self._check or self._expected:
             config = msgspec.structs.replace(config, keep_text=True)
         if self._check:
             require_greedy(config)  # before the load, so that no run is lost
@@ -62,8 +62,8 @@ class Runner:
         return Run(label=label, config=config, result=result, summary=summary)
 
     async def _compared(self, config: LoadConfig, result: RunResult) -> Check | None:
-        if self._expect is not None:
-            return check_expected(result.records, self._expect)
+        if self._expected is not None:
+            return check_expected(result.records, self._expected)
         if not self._check or self.stop.is_set():
             return None
         asked_again = _Again(config, result.records)
@@ -98,14 +98,10 @@ class _Again:
     def __init__(self, config: LoadConfig, records: list[Record]) -> None:
         self._config = config
         self._words = TokenWords.from_file(Path(config.tokenizer))
-        self._conversations = {record.conversation for record in records}
         self._answers = {(record.conversation, record.turn): record.text for record in records}
-        last = max(self._conversations, default=-1)
-        self._planned = {}
-        for planned in plan(config, self._words):
-            if planned.number > last:
-                break
-            self._planned[planned.number] = planned
+        last = max((record.conversation for record in records), default=-1)
+        sent = takewhile(lambda planned: planned.number <= last, plan(config, self._words))
+        self._planned = {planned.number: planned for planned in sent}
 
     def body(self, record: Record) -> dict[str, object]:
         """What was asked in `record`."""

@@ -8,7 +8,7 @@ import msgspec
 
 from bench.load.http import Connection, Pool
 from bench.load.sse import Chunk, EventParser, decode_chunk
-from bench.measure.record import Record
+from bench.measure.record import INTERRUPTED, Record
 
 _DETAIL = 500  # characters of an error that are kept
 _SLOW_BUFFER = 4096  # bytes that the kernel takes for a slow client
@@ -55,7 +55,7 @@ class Answer:
         try:
             await asyncio.wait({self._over})  # which, unlike awaiting it, leaves it open when this is cancelled
         except asyncio.CancelledError:
-            self._fail("interrupted", "the run was ended")
+            self._fail(INTERRUPTED, "the run was ended")
             raise
         finally:
             sending.cancel()

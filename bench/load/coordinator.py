@@ -58,7 +58,6 @@ class _Process:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.in_flight = 0
 
     @classmethod
     async def start(cls) -> "_Process":

@@ -47,14 +47,13 @@ def parse_url(url: str) -> Address:
     return Address(parts.hostname, port or (443 if tls else 80), tls, path)
 
 
-def request_bytes(
-    address: Address, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
-) -> bytes:
+def request_bytes(address: Address, method: str, path: str, body: bytes = b"", api_key: str = "") -> bytes:
     """A whole request, head and body."""
     lines = [f"{method} {address.path}{path} HTTP/1.1", f"Host: {address.netloc}", "User-Agent: tandem-bench"]
     if body:
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    if api_key:
+        lines.append(f"Authorization: Bearer {api_key}")
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 

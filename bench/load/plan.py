@@ -36,10 +36,10 @@ def plan(config: LoadConfig, words: Words) -> Iterator[Planned]:
     mix = parse_mix(config.workload.mix)
     patience = parse_length(config.workload.leave_after)
     conversations = workload(config.workload, config.seed, words)
-    starts = repeat(None) if config.concurrency is not None or config.arrival == "trace" else arrival_times(config)
+    starts = repeat(None) if config.concurrency is not None or config.replays else arrival_times(config)
     for number, (conversation, start) in enumerate(zip(conversations, starts, strict=False)):
         due = start
-        if config.concurrency is None and config.arrival == "trace":
+        if config.replays:
             due = conversation.at
             if due is None:
                 raise BenchError("this workload has no timestamps to replay: choose --rate or --concurrency")
@@ -64,11 +64,9 @@ def plan(config: LoadConfig, words: Words) -> Iterator[Planned]:
 
 def count(config: LoadConfig, words: Words) -> int:
     """Requests of the run; 0 when only its duration bounds them."""
-    if config.num_requests is None and (config.concurrency is not None or config.arrival != "trace"):
-        return 0
-    if config.arrival != "trace" or config.concurrency is not None:
-        return config.num_requests or 0
-    return sum(len(planned.conversation.turns) for planned in plan(config, words))
+    if config.replays:
+        return sum(len(planned.conversation.turns) for planned in plan(config, words))
+    return config.num_requests or 0
 
 
 def _manner(client: str, config: LoadConfig, chunks: int, seconds: float) -> Manner:

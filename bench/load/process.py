@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from bench.config import LoadConfig
+from bench.config import PATHS, LoadConfig
 from bench.errors import BenchError
 from bench.load.answer import Answer
 from bench.load.body import Dialogue, digest, spoil
@@ -55,8 +56,8 @@ class Load:
         self._words = words
         self._address = parse_url(self.config.url)
         self._pool = Pool(self._address)
-        self._path = "/v1/chat/completions" if self.config.endpoint == "chat" else "/v1/completions"
-        self._headers = {"Authorization": f"Bearer {prepare.api_key}"} if prepare.api_key else {}
+        self._path = PATHS[self.config.endpoint]
+        self._api_key = prepare.api_key
         share = (p for p in plan(self.config, words) if p.number % prepare.shards == prepare.shard)
         # The first one reads the data: before the start, so that it delays nothing.
         self._plan: Iterator[Planned] = chain(list(islice(share, 1)), share)
@@ -163,7 +164,7 @@ class Load:
             prompt_digest=digest(body),
         )
         data = spoil(body, planned.number) if planned.client == "bad" else msgspec.json.encode(body)
-        return request_bytes(self._address, "POST", self._path, data, self._headers), record
+        return request_bytes(self._address, "POST", self._path, data, self._api_key), record
 
     def _expired(self) -> bool:
         return self.config.duration is not None and time.monotonic() - self._origin >= self.config.duration
@@ -250,8 +251,6 @@ async def _serve() -> None:
 
 def main() -> None:
     """Entry point. Signals reach the whole process group; the coordinator decides what they mean."""
-    import signal
-
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     uvloop.run(_serve())

@@ -1,16 +1,18 @@
 """What must be known of a server before it can be measured: its model, its tokenizer, what its chat template adds."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.config import LoadConfig
+from bench.config import PATHS, LoadConfig
 from bench.errors import BenchError
 from bench.load.answer import Answer, Manner
 from bench.load.http import Pool, parse_url, request_bytes
 from bench.measure.record import Record
 from bench.workloads.tokenizer import find_tokenizer
+from bench.workloads.words import TokenWords
 
 _PATIENCE = 30.0  # seconds for one short answer
 _PROBE = "Hello"
@@ -51,14 +53,13 @@ class _Models(msgspec.Struct):
 async def ask_json(config: LoadConfig, api_key: str, method: str, path: str, body: Any = None) -> bytes:
     """Body of a successful answer. Raises BenchError."""
     address = parse_url(config.url)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     data = b"" if body is None else msgspec.json.encode(body)
     reply = _Reply()
     pool = Pool(address)
     try:
         async with asyncio.timeout(_PATIENCE):
             connection = await pool.connect()
-            connection.send(request_bytes(address, method, path, data, headers), reply)
+            connection.send(request_bytes(address, method, path, data, api_key), reply)
             await reply.over
             connection.abort()
     except OSError as error:  # TimeoutError is one
@@ -94,12 +95,8 @@ async def settle(config: LoadConfig, api_key: str) -> LoadConfig:
 
 async def _chat_overhead(config: LoadConfig, api_key: str) -> int:
     """Tokens that the chat template puts around one message, found by asking; -1 if the server does not count."""
-    from pathlib import Path
-
-    from bench.workloads.words import TokenWords
-
     body = {"model": config.model, "messages": [{"role": "user", "content": _PROBE}], "max_completion_tokens": 1}
-    answer = await ask_json(config, api_key, "POST", "/v1/chat/completions", body)
+    answer = await ask_json(config, api_key, "POST", PATHS["chat"], body)
     prompt_tokens: int
     try:
         prompt_tokens = msgspec.json.decode(answer, type=_Counted).usage.prompt_tokens
@@ -119,11 +116,9 @@ class _Counted(msgspec.Struct):
 async def ask_text(config: LoadConfig, api_key: str, body: dict[str, Any]) -> str:
     """The text of one answer, streamed. Raises BenchError when it fails."""
     address = parse_url(config.url)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    path = "/v1/chat/completions" if config.endpoint == "chat" else "/v1/completions"
     pool = Pool(address)
     answer = Answer(Record(id=0), 0.0, Manner(), keep_text=True)
-    request = request_bytes(address, "POST", path, msgspec.json.encode(body), headers)
+    request = request_bytes(address, "POST", PATHS[config.endpoint], msgspec.json.encode(body), api_key)
     await answer.run(pool, request, config.timeout)
     pool.close()
     if answer.record.error:

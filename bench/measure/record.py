@@ -3,6 +3,7 @@
 import msgspec
 
 OK = ""  # `Record.error` of a request that went as it should
+INTERRUPTED = "interrupted"  # ... that was under way when the run was ended
 
 
 class Record(msgspec.Struct, kw_only=True):

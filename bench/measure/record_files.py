@@ -20,7 +20,7 @@ def write_records(path: Path, records: list[Record]) -> None:
 
     Besides the fields of Record each has ttft_ms, tpot_ms and e2e_ms, null where there is none.
     """
-    _known(path)
+    require_ending(path)
     try:
         if path.suffix == _PARQUET:
             _write_parquet(path, records)
@@ -34,14 +34,15 @@ def write_records(path: Path, records: list[Record]) -> None:
 
 def read_records(path: Path) -> list[Record]:
     """Reads what `write_records` wrote. Raises BenchError with file, line and reason."""
-    _known(path)
+    require_ending(path)
     try:
         return _read_parquet(path) if path.suffix == _PARQUET else _read_json_lines(path)
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _known(path: Path) -> None:
+def require_ending(path: Path) -> None:
+    """Raises BenchError unless the ending is one of a kind of file that is known."""
     if path.suffix not in (*_JSON_LINES, _PARQUET):
         raise BenchError(f"{path}: records are kept in .jsonl or .parquet; give the file one of these endings")
 

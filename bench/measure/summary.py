@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from bench.config import LoadConfig
-from bench.measure.record import Record, RunResult
+from bench.measure.record import INTERRUPTED, Record, RunResult
 from bench.measure.slo import Slo
 from bench.measure.statistics import distribution, wilson
 from bench.measure.summary_format import (
@@ -18,8 +18,6 @@ from bench.measure.summary_format import (
     Throughput,
     Tokens,
 )
-
-INTERRUPTED = "interrupted"  # `Record.error` of a request that was under way when the run was ended
 
 
 def counted(records: Iterable[Record]) -> list[Record]:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.measure.experiment import Run
-from bench.measure.record import Record
-from bench.measure.summary import INTERRUPTED, completed, counted
+from bench.measure.record import INTERRUPTED, Record
+from bench.measure.summary import completed, counted
 from bench.report.style import (
     BLUE,
     CARD,

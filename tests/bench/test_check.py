@@ -126,7 +126,7 @@ def test_answers_are_compared_with_a_file(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"before.{ending}"
     write_records(path, [answer(id, text=f"text {id}") for id in (2, 1, 0)])
     now = [answer(0, "text 0"), answer(1, "text x"), answer(2, "text 2", output_tokens=9), answer(3, "text 3")]
-    check = check_expected(now, path)
+    check = check_expected(now, expected_answers(path))
     assert (check.mode, check.compared, check.equal, check.unmatched) == ("expect", 2, 1, 2)
     assert check.different == ["request 1: at character 5 'text 1' became 'text x'"]
 
@@ -135,7 +135,7 @@ def test_any_recorded_answer_to_a_prompt_is_right(tmp_path: Path) -> None:
     path = tmp_path / "before.jsonl"
     write_records(path, [answer(id, text, prompt_digest="same") for id, text in enumerate(("one", "two"))])
     now = [answer(id, text, prompt_digest="same") for id, text in enumerate(("two", "one", "three"))]
-    check = check_expected(now, path)
+    check = check_expected(now, expected_answers(path))
     assert (check.compared, check.equal) == (3, 2)
     assert check.different == ["request 2: at character 0 'one' became 'three'"]
 
@@ -143,7 +143,7 @@ def test_any_recorded_answer_to_a_prompt_is_right(tmp_path: Path) -> None:
 def test_differences_are_counted_and_a_few_shown(tmp_path: Path) -> None:
     path = tmp_path / "before.jsonl"
     write_records(path, [answer(id, "one") for id in range(50)])
-    check = check_expected([answer(id, "two") for id in range(50)], path)
+    check = check_expected([answer(id, "two") for id in range(50)], expected_answers(path))
     assert (check.compared, check.equal, len(check.different)) == (50, 0, 20)
 
 
@@ -151,6 +151,6 @@ def test_a_file_without_answers_is_explained(tmp_path: Path) -> None:
     path = tmp_path / "before.jsonl"
     write_records(path, [answer(0, text=""), answer(1, error="timeout")])
     with pytest.raises(BenchError, match=r"before\.jsonl has no answers: make it with --records .* --keep-text"):
-        check_expected([answer(0)], path)
+        check_expected([answer(0)], expected_answers(path))
     with pytest.raises(BenchError, match="cannot be read"):
         expected_answers(tmp_path / "none.jsonl")
