@@ -51,9 +51,8 @@ class CudaRunner:
         self._sampler = sampler
         self._graphs = graphs
         self._max_model_len = max_model_len
-        self._scoring = Runner(
-            model, attention, sampler, str(attention.device)
-        )  # for what must come back to the CPU step by step
+        # For what must come back to the CPU step by step.
+        self._scoring = Runner(model, attention, sampler, str(attention.device))
         self._ahead: _Launched | None = None
 
     @torch.inference_mode()

@@ -4,7 +4,7 @@ A step is mostly the reading of weights, and takes a few milliseconds; starting 
 CPU as long. Graphs are captured at start, the largest first, so that all share one pool of memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -30,14 +30,7 @@ def batch_sizes(largest: int) -> list[int]:
 class DecodeGraphs:
     """Graphs of one model and cache. A padded row has table row -1: kernels skip it."""
 
-    def __init__(
-        self,
-        model: Model,
-        backend: PagedBackend,
-        largest: int,
-        vocab_size: int,
-        progress: Callable[[float, str], None] = lambda fraction, what: None,
-    ) -> None:
+    def __init__(self, model: Model, backend: PagedBackend, largest: int, vocab_size: int) -> None:
         """Captures graphs for batches of up to `largest` sequences. Logits beyond `vocab_size` are cut off."""
         self._backend = backend
         self._sizes = batch_sizes(largest)
@@ -49,8 +42,7 @@ class DecodeGraphs:
         self._logits: dict[int, torch.Tensor] = {}
         self._tokens: dict[int, torch.Tensor] = {}
         pool = None
-        for done, size in enumerate(reversed(self._sizes)):
-            progress(done / len(self._sizes), f"graph of {size} sequences")
+        for size in reversed(self._sizes):
             graph = torch.cuda.CUDAGraph()
             self._compute(model, size, vocab_size)  # compiles kernels and lets libraries allocate
             torch.cuda.synchronize()

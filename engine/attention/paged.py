@@ -28,10 +28,9 @@ class BlockTables:
     def __init__(self, rows: int, pages: int, device: str) -> None:
         self.tensor = torch.zeros((rows, pages), dtype=torch.int32, device=device)
         self._free = list(range(rows))
-        # By identity of the list, which a sequence keeps and extends as long as it keeps its blocks.
-        self._known: OrderedDict[int, tuple[Any, int, int]] = (
-            OrderedDict()
-        )  # list, row, entries on the device; oldest first
+        # List, row and entries on the device, the oldest first. By identity of the list, which a sequence keeps and
+        # extends as long as it keeps its blocks.
+        self._known: OrderedDict[int, tuple[Any, int, int]] = OrderedDict()
 
     def rows_of(self, block_lists: Sequence[Sequence[int]]) -> IntArray:
         """Row of each list, brought up to date. If there are none left, the lists not asked for longest lose theirs."""

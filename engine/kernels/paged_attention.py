@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-_LOG2E = 1.4426950408889634
-_WARPS_A_CARD = 1056  # programs that fill an H100: eight for each of 132 multiprocessors
+_PROGRAMS_A_CARD = 1056  # programs that fill an H100: eight for each of 132 multiprocessors
 _MOST_SPLITS = 32
 
 
@@ -73,7 +72,7 @@ def _decode(
         scores = tl.dot(queries, k, input_precision="ieee") * scale
         if SOFTCAP > 0:
             scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
-        scores = scores * 1.4426950408889634
+        scores = scores * 1.4426950408889634  # log2(e): for exp2
         seen = valid
         if WINDOW > 0:
             seen = valid & (keys >= length - WINDOW)
@@ -117,7 +116,7 @@ def _combine(partial, weights, table_rows, rows, out, HEADS: tl.constexpr, DIM: 
 
 def decode_splits(sequences: int, kv_heads: int) -> int:
     """Into how many parts the keys are cut, so that few sequences fill the card, too. A power of two."""
-    wanted = -(-_WARPS_A_CARD // (sequences * kv_heads))
+    wanted = -(-_PROGRAMS_A_CARD // (sequences * kv_heads))
     return int(min(_MOST_SPLITS, triton.next_power_of_2(wanted)))
 
 
@@ -224,7 +223,7 @@ def _prefill(
         scores = tl.dot(qs, k, input_precision="ieee") * scale
         if SOFTCAP > 0:
             scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
-        scores = scores * 1.4426950408889634
+        scores = scores * 1.4426950408889634  # log2(e): for exp2
         seen = keys[None, :] <= position + queries[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position + queries[:, None] - WINDOW)
