@@ -93,12 +93,12 @@ class CudaRunner:
             return [self._choose(sequences, ends, logits, best, rows)]
         context = self._attention.plan(spans, on_layer)
         tokens = torch.tensor(token_ids).pin_memory().to(self._attention.device, non_blocking=True)
-        hidden = self._model.forward(tokens, context.positions, context)
-        if not chosen:
-            return []
         last = np.cumsum([entry.num_tokens for entry in entries])[chosen] - 1
         picked = torch.from_numpy(last).pin_memory().to(self._attention.device, non_blocking=True)
-        logits = self._model.logits(hidden.index_select(0, picked))[:, : self._sampler.vocab_size]
+        hidden = self._model.forward(tokens, context.positions, context, picked)
+        if not chosen:
+            return []
+        logits = self._model.logits(hidden)[:, : self._sampler.vocab_size]
         return [self._choose(sequences, ends, logits, best_tokens(logits), context.table_rows[picked].long())]
 
     def _goes_on(self, entry: Entry) -> bool:

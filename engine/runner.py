@@ -11,6 +11,7 @@ from engine.attention.base import AttentionBackend, AttentionContext, Span
 from engine.request import TokenLogprob
 from engine.sampler import Sampled, Sampler, SamplerRow
 from engine.scheduler import Entry
+from engine.sequence import Sequence as Sequence_
 
 _SCORED_ROWS = 256  # prompt rows whose logits are held at once
 
@@ -18,8 +19,14 @@ _SCORED_ROWS = 256  # prompt rows whose logits are held at once
 class Model(Protocol):
     """What a model family offers the runner."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
-        """token_ids and positions int64 [N] -> hidden states [N, hidden]."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids and positions int64 [N] -> hidden states [N, hidden], or those of `rows` int64 [M]."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -55,22 +62,26 @@ class Runner:
         positions = np.concatenate([np.arange(entry.start, entry.end) for entry in entries])
         context = self.attention.plan(spans, on_layer)
         tokens, places = torch.tensor(token_ids).to(self._device), torch.from_numpy(positions).to(self._device)
-        hidden = self.model.forward(tokens, places, context)
+        chosen = [i for i, entry in enumerate(entries) if entry.samples and entry.sequence.request.sampling.max_tokens]
+        ends = np.cumsum([entry.num_tokens for entry in entries])
+        last = torch.from_numpy(ends[chosen] - 1).to(self._device)
 
         result = StepResult()
-        ends = np.cumsum([entry.num_tokens for entry in entries])
-        for entry, end in zip(entries, ends.tolist(), strict=True):
-            if wants_prompt_logprobs(entry):
-                self._score_prompt(entry, hidden[end - entry.num_tokens : end], result)
-        self._sample(entries, hidden, ends - 1, result)
+        if any(map(wants_prompt_logprobs, entries)):
+            hidden = self.model.forward(tokens, places, context)
+            for entry, end in zip(entries, ends.tolist(), strict=True):
+                if wants_prompt_logprobs(entry):
+                    self._score_prompt(entry, hidden[end - entry.num_tokens : end], result)
+            hidden = hidden[last]
+        else:
+            hidden = self.model.forward(tokens, places, context, last)
+        if chosen:
+            self._sample([entries[i].sequence for i in chosen], hidden, result)
         return result
 
-    def _sample(self, entries: Sequence[Entry], hidden: torch.Tensor, last: np.ndarray, result: StepResult) -> None:
-        chosen = [i for i, entry in enumerate(entries) if entry.samples and entry.sequence.request.sampling.max_tokens]
-        if not chosen:
-            return
-        sequences = [entries[i].sequence for i in chosen]
-        logits = self.model.logits(hidden.index_select(0, torch.from_numpy(last[chosen]).to(self._device)))
+    def _sample(self, sequences: Sequence[Sequence_], hidden: torch.Tensor, result: StepResult) -> None:
+        """Chooses the sequences' next tokens by their hidden states [M, hidden]."""
+        logits = self.model.logits(hidden)
         finite = torch.isfinite(logits.amax(dim=-1)).tolist()  # NaN anywhere in a row makes its maximum NaN
         rows = [SamplerRow(s.request.sampling, s.token_ids, s.num_prompt_tokens) for s in sequences]
         for sequence, sampled, ok in zip(sequences, self.sampler.sample(logits, rows), finite, strict=True):

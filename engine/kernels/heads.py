@@ -3,6 +3,9 @@
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.launch import launch_options
 
 
 @triton.jit
@@ -25,8 +28,12 @@ def _prepare_heads(
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a token and head."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = DIM // 2
@@ -106,5 +113,6 @@ def prepare_heads(
         page,
         norm is not None,
         num_warps=1,
+        **launch_options(),
     )
     return q_out

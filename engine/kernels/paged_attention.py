@@ -7,6 +7,9 @@ one head lie together. Softmax runs in base 2; sums are float32.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.launch import launch_options
 
 _PROGRAMS_A_CARD = 1056  # programs that fill an H100: eight for each of 132 multiprocessors
 _MOST_SPLITS = 32
@@ -35,8 +38,12 @@ def _decode(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program for a sequence, a KV head with its GROUP (>= 16 rows) of query heads, and a split of the keys."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -96,8 +103,21 @@ def _decode(
 
 
 @triton.jit
-def _combine(partial, weights, table_rows, rows, out, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
+def _combine(
+    partial,
+    weights,
+    table_rows,
+    rows,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program for a sequence and query head: adds up what the splits found."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(rows + sequence).to(tl.int64)
@@ -168,9 +188,12 @@ def paged_decode(
         softcap,
         num_warps=4,
         num_stages=3,
+        **launch_options(),
     )
     if splits > 1:
-        _combine[(sequences, heads)](partial, weights, table_rows, rows, out, heads, dim, splits, num_warps=2)
+        _combine[(sequences, heads)](
+            partial, weights, table_rows, rows, out, heads, dim, splits, num_warps=2, **launch_options()
+        )
 
 
 @triton.jit
@@ -193,8 +216,12 @@ def _prefill(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program for a tile of query tokens and a query head. A tile: first row of q, rows."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(1)
     head = tl.program_id(0)
     row = tl.load(tiles + tile * 2).to(tl.int64)
@@ -284,4 +311,5 @@ def paged_prefill(
         softcap,
         num_warps=8 if dim >= 128 else 4,
         num_stages=3 if dim <= 128 else 2,
+        **launch_options(),
     )

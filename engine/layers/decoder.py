@@ -27,15 +27,16 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.norms = HeadNorms(self.q_norm, self.k_norm) if self.q_norm and self.k_norm else None
 
-    def forward(self, x: torch.Tensor, rotation: Rotation, attention: AttentionContext) -> torch.Tensor:
-        """[N, hidden] to the same."""
-        attended = attention.forward_projected(self.layer, self.qkv(x), self.heads, self.norms, rotation)
-        y: torch.Tensor = self.output(attended.reshape(x.shape[0], -1))
-        return y
+    def forward(
+        self, norm: RMSNorm, stream: torch.Tensor, rotation: Rotation, attention: AttentionContext
+    ) -> torch.Tensor:
+        """[N, num_heads * head_dim] of the normed stream [N, hidden], for the output projection."""
+        qkv = self.qkv.of_normed(norm, stream)
+        return attention.forward_projected(self.layer, qkv, self.heads, self.norms, rotation).flatten(1)
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), x being the normed stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,10 +44,9 @@ class MLP(nn.Module):
         self.gate_up = GatedLinear(config.hidden_size, inner, inner, bias=config.mlp_bias)
         self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] to the same."""
-        y: torch.Tensor = self.down(self.gate_up(x))
-        return y
+    def forward(self, norm: RMSNorm, stream: torch.Tensor) -> None:
+        """Adds to the stream [N, hidden], in place, what is computed of it, normed."""
+        self.down.add_to(stream, self.gate_up.of_normed(norm, stream))
 
 
 class DecoderLayer(nn.Module):
@@ -72,12 +72,21 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: torch.Tensor | None, stream: torch.Tensor, rotation: Rotation, attention: AttentionContext
+        self,
+        stream: torch.Tensor,
+        rotation: Rotation,
+        attention: AttentionContext,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Adds x [N, hidden], given by the layer before, to the residual stream in place; returns what to add next."""
-        x = self.attention(self.input_norm.add(x, stream), rotation, attention)
-        y: torch.Tensor = self.mlp(self.post_norm.add(x, stream))
-        return y
+        """The residual stream [N, hidden] after this layer, changed in place; with `rows` int [M] only those of it."""
+        attended = self.attention(self.input_norm, stream, rotation, attention)
+        if rows is not None:
+            attended, stream = attended[rows], stream[rows]
+            if not len(rows):
+                return stream
+        self.attention.output.add_to(stream, attended)
+        self.mlp(self.post_norm, stream)
+        return stream
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Checkpoint name of each weight, from the layer on, to the rows of our parameters that hold it."""
@@ -134,17 +143,24 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionContext) -> torch.Tensor:
-        """Hidden states [N, hidden] of tokens int64 [N] at positions int64 [N]; N tokens of any sequences."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionContext,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [N, hidden] of tokens int64 [N] at positions int64 [N]; N tokens of any sequences.
+
+        With `rows` int64 [M], only of those tokens, [M, hidden]: the last layer computes no more than they need.
+        """
         assert self.rotary is not None, "finish_loading was not called"
         stream: torch.Tensor = self.embedding(token_ids)
         rotation = self.rotary.at(positions, stream.dtype)
-        x = None
         for layer in self.layers:
-            x = layer(x, stream, rotation, attention)
-        return stream if x is None else stream.add_(x)
+            stream = layer(stream, rotation, attention, rows if layer is self.layers[-1] else None)
+        return stream
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, vocab] of hidden states [M, hidden]."""
-        y: torch.Tensor = self.lm_head(self.norm(hidden))
-        return y
+        return self.lm_head.of_normed(self.norm, hidden)

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from engine.layers.norm import RMSNorm
+
+_LONGEST_NORMED = 8192  # columns; the kernel for one row holds a vector that it norms as a whole
 _PACKING_BATCH = 32  # oneDNN chooses the packed format for about this many rows
 
 
@@ -44,9 +47,33 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, sum(parts)]."""
-        if not self._packed:
-            return _product(x, self.weight, self.bias)
-        return _multiply(x, self._packed[0], self.bias)
+        if self._packed:
+            return _multiply(x, self._packed[0], self.bias)
+        if _is_one_row(x):
+            from engine.kernels.matvec import matvec
+
+            return matvec(x, self.weight, self.bias)
+        return functional.linear(x, self.weight, self.bias)
+
+    def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
+        """The product with the normed stream [M, in_features]."""
+        if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
+            from engine.kernels.matvec import matvec
+
+            return matvec(stream, self.weight, self.bias, norm=(norm.weight, norm.eps))
+        y: torch.Tensor = self(norm(stream))
+        return y
+
+    def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the product with x [M, in_features] to the stream [M, sum(parts)], in place."""
+        if _is_one_row(x):
+            from engine.kernels.matvec import matvec
+
+            matvec(x, self.weight, self.bias, add_to=stream)
+        elif x.is_cuda and self.bias is None:
+            stream.addmm_(x, self.weight.t())  # the library adds while it stores
+        else:
+            stream += self(x)
 
 
 class GatedLinear(Linear):
@@ -61,26 +88,31 @@ class GatedLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, parts[0]]."""
-        if not self._packed:
-            both = _product(x, self.weight, self.bias)
-            if both.is_cuda:
-                from engine.kernels.activation import silu_mul
+        if self._packed:
+            gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
+            gate = _multiply(x, self._packed[0], gate_bias, "swish")
+            return gate.mul_(_multiply(x, self._packed[1], up_bias))
+        both = functional.linear(x, self.weight, self.bias)
+        if both.is_cuda:
+            from engine.kernels.activation import silu_mul
 
-                return silu_mul(both)
-            gate, up = both.chunk(2, dim=-1)
-            return functional.silu(gate).mul_(up)
-        gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
-        gate = _multiply(x, self._packed[0], gate_bias, "swish")
-        return gate.mul_(_multiply(x, self._packed[1], up_bias))
+            return silu_mul(both)
+        gate, up = both.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+    def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
+        """Of the normed stream [M, in_features]."""
+        if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
+            from engine.kernels.matvec import matvec
+
+            return matvec(stream, self.weight, self.bias, norm=(norm.weight, norm.eps), gated=True)
+        y: torch.Tensor = self(norm(stream))
+        return y
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x @ weight.T + bias by the device's library; for one row on CUDA by a kernel that is faster."""
-    if x.is_cuda and x.shape[0] == 1 and x.dtype != torch.float32:
-        from engine.kernels.matvec import matvec
-
-        return matvec(x, weight, bias)
-    return functional.linear(x, weight, bias)
+def _is_one_row(x: torch.Tensor) -> bool:
+    """Whether a kernel of ours is faster than the device's library."""
+    return x.is_cuda and x.shape[0] == 1 and x.dtype != torch.float32
 
 
 def _multiply(

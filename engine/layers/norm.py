@@ -17,15 +17,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same."""
+        if x.is_cuda:
+            from engine.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-
-    def add(self, x: torch.Tensor | None, stream: torch.Tensor) -> torch.Tensor:
-        """Adds x [N, size] to the residual stream, in place, and returns the stream normed."""
-        if stream.is_cuda:
-            from engine.kernels.norm import add_rms_norm
-
-            return add_rms_norm(x, stream, self.weight, self.eps)
-        if x is not None:
-            stream += x
-        normed: torch.Tensor = self(stream)
-        return normed
