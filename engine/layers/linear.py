@@ -3,7 +3,12 @@
 A request must get the same tokens alone and in any batch, so a row of a product must be the same bits whatever the
 other rows. torch's float32 product on CPU is not like that (its kernels change with the batch size); oneDNN's product
 with packed weights is, from two rows on, and it is up to three times faster at the sizes of decode.
+
+How a weight is kept and multiplied by is the business of its format: `WeightFormat` keeps it as it is loaded, those of
+`engine.quantization` in eight bits.
 """
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,81 +23,100 @@ _PACKING_BATCH = 32  # oneDNN chooses the packed format for about this many rows
 class Linear(nn.Module):
     """y = x @ weight.T + bias for one projection or several fused ones. `pack` makes it ready after loading.
 
-    weight [sum(parts), in_features]; `parts` are the output sizes of the fused projections, in order.
+    weight [sum(parts), in_features]; `parts` are the output sizes of the fused projections, in order. Rows of a
+    quantised weight are multiplied by `weight_scale`, float32 [sum(parts), 1].
     """
 
     weight: torch.Tensor
+    weight_scale: torch.Tensor | None
     bias: torch.Tensor | None
+    pieces = 1  # equal parts of the rows that are packed each on its own
 
     def __init__(self, in_features: int, *parts: int, bias: bool = False) -> None:
         super().__init__()
         self.parts = parts
+        self.format = WeightFormat()
         self.weight = nn.Parameter(torch.empty(sum(parts), in_features), requires_grad=False)
+        self.weight_scale = None
         self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
-        self._packed: list[torch.Tensor] = []
+        self.packed: list[torch.Tensor] = []
 
     def pack(self) -> None:
-        """Packs a float32 weight on CPU for oneDNN and frees the plain one."""
-        weight = self.weight.detach()
-        packable = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if packable and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # missing in builds without oneDNN
-            self._packed = [
-                torch.ops.mkldnn._reorder_linear_weight(rows, _PACKING_BATCH) for rows in self._split(weight)
-            ]
-            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-
-    def _split(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The pieces to pack: fused projections stay one product."""
-        return (weight,)
+        """Brings the weight into the shape in which its format multiplies."""
+        self.format.pack(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, sum(parts)]."""
-        if self._packed:
-            return _multiply(x, self._packed[0], self.bias)
-        if _is_one_row(x):
-            from engine.kernels.matvec import matvec
-
-            return matvec(x, self.weight, self.bias)
-        return functional.linear(x, self.weight, self.bias)
+        return self._of_one_row(x) if _is_one_row(x) else self.format.multiply(self, x)
 
     def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
         """The product with the normed stream [M, in_features]."""
         if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
-            from engine.kernels.matvec import matvec
-
-            return matvec(stream, self.weight, self.bias, norm=(norm.weight, norm.eps))
+            return self._of_one_row(stream, norm=(norm.weight, norm.eps))
         y: torch.Tensor = self(norm(stream))
         return y
 
     def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product with x [M, in_features] to the stream [M, sum(parts)], in place."""
         if _is_one_row(x):
-            from engine.kernels.matvec import matvec
-
-            matvec(x, self.weight, self.bias, add_to=stream)
-        elif x.is_cuda and self.bias is None:
-            stream.addmm_(x, self.weight.t())  # the library adds while it stores
+            self._of_one_row(x, add_to=stream)
         else:
-            stream += self(x)
+            self.format.add_product(self, stream, x)
+
+    def _of_one_row(self, x: torch.Tensor, **fused: Any) -> torch.Tensor:
+        """By a kernel for one row and weights of any format, which does in passing what stands before and after it."""
+        from engine.kernels.matvec import matvec
+
+        return matvec(x, self.weight, self.bias, **fused)
 
 
 class GatedLinear(Linear):
-    """silu(x @ gate.T) * (x @ up.T); weight and bias hold gate, then up.
+    """silu(x @ gate.T) * (x @ up.T); weight and bias hold gate, then up."""
 
-    Packed, oneDNN applies the SiLU inside the product. torch's own has other last bits where a thread's share of the
-    elements does not fill a vector, so it would depend on the batch.
-    """
-
-    def _split(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return weight.chunk(2)
+    pieces = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, parts[0]]."""
-        if self._packed:
-            gate_bias, up_bias = (None, None) if self.bias is None else self.bias.chunk(2)
-            gate = _multiply(x, self._packed[0], gate_bias, "swish")
-            return gate.mul_(_multiply(x, self._packed[1], up_bias))
-        both = functional.linear(x, self.weight, self.bias)
+        return self.format.multiply_gated(self, x)
+
+    def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
+        """Of the normed stream [M, in_features]."""
+        if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
+            return self._of_one_row(stream, norm=(norm.weight, norm.eps), gated=True)
+        y: torch.Tensor = self(norm(stream))
+        return y
+
+
+class WeightFormat:
+    """Weights as they are loaded; float32 on CPU is packed for oneDNN."""
+
+    def pack(self, linear: Linear) -> None:
+        """Called once the weight is loaded. Packs it if that helps, and then frees the plain one."""
+        weight = linear.weight.detach()
+        packable = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if packable and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # missing in builds without oneDNN
+            linear.packed = [
+                torch.ops.mkldnn._reorder_linear_weight(rows, _PACKING_BATCH) for rows in weight.chunk(linear.pieces)
+            ]
+            linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """x @ weight.T + bias, [M, in_features] to [M, out_features], in the type of x."""
+        if linear.packed:
+            return _multiply_packed(x, linear.packed[0], linear.bias)
+        return functional.linear(x, linear.weight, linear.bias)
+
+    def multiply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """silu of the first half of the product's columns times the second half.
+
+        Packed, oneDNN applies the SiLU inside the product. torch's own has other last bits where a thread's share of
+        the elements does not fill a vector, so it would depend on the batch.
+        """
+        if linear.packed:
+            gate_bias, up_bias = (None, None) if linear.bias is None else linear.bias.chunk(2)
+            gate = _multiply_packed(x, linear.packed[0], gate_bias, "swish")
+            return gate.mul_(_multiply_packed(x, linear.packed[1], up_bias))
+        both = self.multiply(linear, x)
         if both.is_cuda:
             from engine.kernels.activation import silu_mul
 
@@ -100,14 +124,12 @@ class GatedLinear(Linear):
         gate, up = both.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
 
-    def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
-        """Of the normed stream [M, in_features]."""
-        if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
-            from engine.kernels.matvec import matvec
-
-            return matvec(stream, self.weight, self.bias, norm=(norm.weight, norm.eps), gated=True)
-        y: torch.Tensor = self(norm(stream))
-        return y
+    def add_product(self, linear: Linear, stream: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the product to the stream [M, out_features], in place."""
+        if x.is_cuda and linear.bias is None:
+            stream.addmm_(x, linear.weight.t())  # the library adds while it stores
+        else:
+            stream += self.multiply(linear, x)
 
 
 def _is_one_row(x: torch.Tensor) -> bool:
@@ -115,7 +137,7 @@ def _is_one_row(x: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] == 1 and x.dtype != torch.float32
 
 
-def _multiply(
+def _multiply_packed(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
 ) -> torch.Tensor:
     """oneDNN's product. One row takes a kernel of its own, with other last bits: it is computed as two."""
