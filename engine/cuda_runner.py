@@ -4,8 +4,12 @@ The token that a sequence samples is the input of its next step, and it stays on
 waits for a step's tokens, it starts the next step of all sequences whose next step is sure but for that token. When the
 scheduler then asks for it, it is under way or done; what was computed for a sequence that has ended is dropped. Kernels
 of one stream run in order, so blocks that changed hands meanwhile are written by their new owner last.
+
+It starts the next step as late as it can: what comes in meanwhile, such as a new prompt, then waits for one step and
+not for two. The device tells when most of a step's layers are done.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +19,33 @@ import torch
 from engine.attention.base import Span
 from engine.attention.paged import PagedBackend
 from engine.decode_graphs import DecodeGraphs
+from engine.kernels.signal import signal
 from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Draw, Sampled, Sampler, best_tokens, draw_tokens, is_plain
 from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
+
+_POLL = 1e-4  # seconds
+_NEARLY = 0.75  # of a step's layers: the rest takes longer than starting the next step does
+
+
+class DeviceProgress:
+    """How many steps the device has nearly finished, of a model with so many layers."""
+
+    def __init__(self, num_layers: int, device: torch.device) -> None:
+        self._layer = int(_NEARLY * num_layers)
+        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._view = self._seen.numpy()
+
+    def on_layer(self, layer: int) -> None:
+        """To be called after each layer of each step that counts."""
+        if layer == self._layer:
+            signal(self._counter, self._seen)
+
+    def count(self) -> int:
+        """Steps nearly finished."""
+        return int(self._view[0])
 
 
 @dataclass(slots=True)
@@ -44,8 +71,20 @@ class CudaRunner:
     overlaps = True
 
     def __init__(
-        self, model: Model, attention: PagedBackend, sampler: Sampler, graphs: DecodeGraphs, max_model_len: int
+        self,
+        model: Model,
+        attention: PagedBackend,
+        sampler: Sampler,
+        graphs: DecodeGraphs,
+        progress: DeviceProgress,
+        max_model_len: int,
+        interrupted: Callable[[], bool],
     ) -> None:
+        """`interrupted()`: whether somebody waits for the next step to be scheduled; then none is started ahead."""
+        torch.cuda.synchronize()
+        self._progress = progress
+        self._started = progress.count()  # steps
+        self._interrupted = interrupted
         self._model = model
         self._attention = attention
         self._sampler = sampler
@@ -66,11 +105,13 @@ class CudaRunner:
         if plain:
             launched += self._launch(plain, on_layer)
         following = [entry for entry in (*covered, *plain) if entry.samples and self._goes_on(entry)]
-        if following and on_layer is None:
+        if following and on_layer is None and self._nearly_finished(self._interrupted):
             self._ahead = self._launch_following(following)
         if len(plain) < len(rest):
             slow = [entry for entry in rest if not _is_plain(entry)]
             result = self._scoring.run(slow, on_layer)
+        if plain and not launched:
+            self._nearly_finished(lambda: False)
         wanted = {id(entry.sequence) for entry in (*covered, *plain)}
         for batch in launched:
             for sequence, token in zip(batch.sequences, batch.wait(), strict=True):
@@ -82,6 +123,14 @@ class CudaRunner:
                     result.errors[sequence.request_id] = "the model's logits are not finite numbers"
         return result
 
+    def _nearly_finished(self, interrupted: Callable[[], bool]) -> bool:
+        """Waits until the device has little left to do; False if interrupted before."""
+        while self._progress.count() < self._started:
+            if interrupted():
+                return False
+            time.sleep(_POLL)
+        return True
+
     def _launch(self, entries: list[Entry], on_layer: Callable[[int], None] | None) -> list[_Launched]:
         """Starts entries whose tokens the CPU knows. Nothing comes back of entries that do not sample."""
         token_ids = [token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end]]
@@ -89,9 +138,12 @@ class CudaRunner:
         chosen = [i for i, entry in enumerate(entries) if entry.samples and entry.sequence.request.sampling.max_tokens]
         sequences, ends = [entries[i].sequence for i in chosen], [entries[i].end for i in chosen]
         if on_layer is None and len(chosen) == len(token_ids) <= self._graphs.largest:
+            self._started += 1
             logits, best, rows = self._graphs.run(spans, token_ids)
             return [self._choose(sequences, ends, logits, best, rows)]
-        context = self._attention.plan(spans, on_layer)
+        if on_layer is None:
+            self._started += 1
+        context = self._attention.plan(spans, on_layer or self._progress.on_layer)
         tokens = torch.tensor(token_ids).pin_memory().to(self._attention.device, non_blocking=True)
         last = np.cumsum([entry.num_tokens for entry in entries])[chosen] - 1
         picked = torch.from_numpy(last).pin_memory().to(self._attention.device, non_blocking=True)
@@ -111,6 +163,7 @@ class CudaRunner:
     def _launch_following(self, entries: list[Entry]) -> _Launched:
         """Starts the step after that of the entries, whose tokens are on the device."""
         spans = [Span(entry.sequence.block_ids, entry.end, 1) for entry in entries[: self._graphs.largest]]
+        self._started += 1
         logits, best, rows = self._graphs.run(spans, None)
         sequences, ends = [entry.sequence for entry in entries], [entry.end + 1 for entry in entries]
         return self._choose(sequences[: len(spans)], ends[: len(spans)], logits, best, rows)

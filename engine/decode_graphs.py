@@ -4,7 +4,7 @@ A step is mostly the reading of weights, and takes a few milliseconds; starting 
 CPU as long. Graphs are captured at start, the largest first, so that all share one pool of memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,9 +30,15 @@ def batch_sizes(largest: int) -> list[int]:
 class DecodeGraphs:
     """Graphs of one model and cache. A padded row has table row -1: kernels skip it."""
 
-    def __init__(self, model: Model, backend: PagedBackend, largest: int, vocab_size: int) -> None:
-        """Captures graphs for batches of up to `largest` sequences. Logits beyond `vocab_size` are cut off."""
+    def __init__(
+        self, model: Model, backend: PagedBackend, largest: int, vocab_size: int, on_layer: Callable[[int], None]
+    ) -> None:
+        """Captures graphs for batches of up to `largest` sequences. Logits beyond `vocab_size` are cut off.
+
+        What `on_layer` starts on the device for a layer becomes part of the graphs.
+        """
         self._backend = backend
+        self._on_layer = on_layer
         self._sizes = batch_sizes(largest)
         self._inputs = torch.zeros((3, largest), dtype=torch.int32, device=backend.device)  # ids, positions, table rows
         self._inputs[2] = -1
@@ -56,7 +62,7 @@ class DecodeGraphs:
         rows = table_rows.clamp(min=0)
         token_ids = torch.where(given < 0, self.last_tokens[rows], given).clamp(min=0)
         every = torch.arange(size, dtype=torch.int32, device=self._backend.device)
-        context = PagedContext(self._backend, positions, table_rows, every, None)
+        context = PagedContext(self._backend, positions, table_rows, every, None, self._on_layer)
         logits = model.logits(model.forward(token_ids, positions, context))[:, :vocab_size]
         return logits, best_tokens(logits)
 

@@ -77,7 +77,8 @@ class EngineStats(msgspec.Struct):
 class Engine:
     """One model on one device, with its KV cache, scheduler and sampler.
 
-    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the cache.
+    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the cache. `interrupted()` says
+    whether somebody waits for a step to end; on a device none is then computed ahead.
     """
 
     def __init__(self, model: Model, model_config: ModelConfig, fingerprint: str, config: EngineConfig) -> None:
@@ -97,6 +98,7 @@ class Engine:
         )
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
         self.on_layer: Callable[[int, Step], None] | None = None
+        self.interrupted: Callable[[], bool] = lambda: False
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(
             self._pool,
@@ -150,14 +152,15 @@ class Engine:
         if config.device == "cpu":
             return Runner(model, SdpaBackend(self.kv_cache, kind), sampler)
         from engine.attention.paged import PagedBackend
-        from engine.cuda_runner import CudaRunner
+        from engine.cuda_runner import CudaRunner, DeviceProgress
         from engine.decode_graphs import DecodeGraphs
 
         pages = -(-self.max_model_len // config.block_size)
         attention = PagedBackend(self.kv_cache, kind, 2 * config.max_running, pages)
+        progress = DeviceProgress(self.kv_cache.spec.num_layers, attention.device)
         with torch.inference_mode():
-            graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size)
-        return CudaRunner(model, attention, sampler, graphs, self.max_model_len)
+            graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size, progress.on_layer)
+        return CudaRunner(model, attention, sampler, graphs, progress, self.max_model_len, lambda: self.interrupted())
 
     # Requests
 

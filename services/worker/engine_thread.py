@@ -31,6 +31,7 @@ class EngineThread:
         self._on_step = on_step
         self._on_crash = on_crash
         self._calls: queue.SimpleQueue[object] = queue.SimpleQueue()
+        engine.interrupted = lambda: not self._calls.empty()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.last_progress = time.monotonic()  # moves with every step, and while there is nothing to do

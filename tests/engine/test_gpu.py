@@ -39,6 +39,24 @@ def test_matvec_is_a_product(dtype, n: int, k: int) -> None:
     assert (matvec(x, weight, bias).double() - want).norm() < 1e-2 * want.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(10, 100), (4096, 4096), (1002, 8192)])
+def test_matvec_with_norm_gate_and_residual(dtype, n: int, k: int) -> None:
+    from engine.kernels.matvec import matvec
+
+    functional = torch.nn.functional
+    x, weight, factors, stream = (
+        torch.randn(*shape, device="cuda").to(dtype) for shape in ((1, k), (2 * n, k), (k,), (1, 2 * n))
+    )
+    normed = functional.rms_norm(x.double(), (k,), factors.double(), 1e-5)
+    gate, up = functional.linear(normed, weight.double() / k**0.5).chunk(2, dim=-1)
+    found = matvec(x, weight / k**0.5, norm=(factors, 1e-5), gated=True)
+    want = functional.silu(gate) * up
+    assert (found.double() - want).norm() < 1e-2 * want.norm()
+    want = stream.double() + functional.linear(x.double(), weight.double())
+    assert (matvec(x, weight, add_to=stream).double() - want).norm() < 1e-2 * want.norm()
+
+
 def test_logits_in_bfloat16_are_near_those_of_float32() -> None:
     from bench.gpu_engine import SMALL, folder_of
     from engine.attention.base import LayerKind, Span
