@@ -141,7 +141,8 @@ def small_model_agrees(shape: dict[str, Any]) -> dict[str, float]:
 
     folder = folder_of(shape)
     model, _ = load_model(folder, device="cuda", dummy_seed=7)
-    save_file({name: w.contiguous().cpu() for name, w in model.weights().items()}, folder / "model.safetensors")
+    weights = {name: place.destination.contiguous().cpu() for name, place in model.places().items()}
+    save_file(weights, folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 40, 1, 200, 333, 17, 64, 90, 16, 31, 32, 33]
     prompts = [torch.randint(0, 1000, (n,), generator=generator).tolist() for n in lengths]

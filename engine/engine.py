@@ -23,7 +23,8 @@ from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
-from engine.weights.load import Progress, load_model
+from engine.weights.load import load_model
+from engine.weights.read import Progress
 
 if TYPE_CHECKING:
     from engine.cuda_runner import CudaRunner
@@ -115,7 +116,7 @@ class Engine:
         self._steps = 0
 
     @classmethod
-    def build(cls, folder: Path, config: EngineConfig, progress: Progress = lambda fraction, what: None) -> "Engine":
+    def build(cls, folder: Path, config: EngineConfig, progress: Progress = lambda done, total, name: None) -> "Engine":
         """Loads the model of a Hugging Face folder. Raises ModelError, or KVCacheError for unfit memory."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)

@@ -11,6 +11,7 @@ from engine.config import ModelConfig
 from engine.layers.linear import GatedLinear, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, Rotation
+from engine.weights.place import Place
 
 
 class Attention(nn.Module):
@@ -88,11 +89,11 @@ class DecoderLayer(nn.Module):
         self.mlp(self.post_norm, stream)
         return stream
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def places(self) -> dict[str, Place]:
         """Checkpoint name of each weight, from the layer on, to the rows of our parameters that hold it."""
         modules = dict(self.named_modules())
         return {
-            f"{source}.{kind}": part
+            f"{source}.{kind}": Place(part)
             for ours, sources in self.CHECKPOINT.items()
             if (module := modules.get(ours)) is not None
             for kind, parameter in module.named_parameters()
@@ -114,7 +115,9 @@ class Decoder(nn.Module):
         self.config = config
         qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
         output_bias = config.attention_bias and self.qkv_bias is None
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # With a weight given, it draws none: drawing on the meta device imports torch's compiler, which takes seconds.
+        embedding = torch.empty(config.vocab_size, config.hidden_size)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=embedding)
         self.layers = nn.ModuleList(
             DecoderLayer(config, i, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=self.qk_norm)
             for i in range(config.num_layers)
@@ -123,16 +126,16 @@ class Decoder(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rotary: Rotary | None = None
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def places(self) -> dict[str, Place]:
         """Checkpoint name of each weight to the part of our parameters that holds it, before `finish_loading`."""
-        weights = {"model.embed_tokens.weight": self.embedding.weight.data}
+        places = {"model.embed_tokens.weight": Place(self.embedding.weight.data)}
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            weights |= {f"model.layers.{number}.{name}": part for name, part in layer.weights().items()}
-        weights["model.norm.weight"] = self.norm.weight.data
+            places |= {f"model.layers.{number}.{name}": place for name, place in layer.places().items()}
+        places["model.norm.weight"] = Place(self.norm.weight.data)
         if not self.config.tie_word_embeddings:
-            weights["lm_head.weight"] = self.lm_head.weight.data
-        return weights
+            places["lm_head.weight"] = Place(self.lm_head.weight.data)
+        return places
 
     def finish_loading(self, device: str) -> None:
         """Ties, packs and precomputes once the weights are in."""

@@ -1,16 +1,15 @@
-"""Builds a model from a folder: safetensors shards mapped into memory and copied into fused parameters."""
+"""Builds a model from a folder: each tensor of its safetensors files goes to its place in the fused parameters."""
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from engine.config import ModelConfig, ModelError, read_config, weight_files
 from engine.layers.decoder import Decoder
 from engine.models.registry import model_class
-
-Progress = Callable[[float, str], None]
+from engine.weights.place import Place
+from engine.weights.read import Progress, read_tensors
+from engine.weights.safetensors_file import StoredTensor, stored_tensors
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -21,7 +20,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     dummy_seed: int | None = None,
-    progress: Progress = lambda fraction, what: None,
+    progress: Progress = lambda done, total, name: None,
 ) -> tuple[Decoder, ModelConfig]:
     """(model, config) of a Hugging Face folder; with `dummy_seed` random weights for its config. Raises ModelError."""
     config = read_config(folder)
@@ -32,56 +31,44 @@ def load_model(
     if dummy_seed is not None:
         _randomise(model, dummy_seed)
     else:
-        _fill(model, folder, progress)
+        read_tensors(_places(model, folder), progress)
     model.finish_loading(device)
     return model, config
 
 
 def _randomise(model: Decoder, seed: int) -> None:
     """Seeded normal weights of a size that keeps activations tame; norms 1."""
-    weights = model.weights()
-    device = next(iter(weights.values())).device
+    places = model.places()
+    device = next(iter(places.values())).destination.device
     generator = torch.Generator(device).manual_seed(seed)
-    for name, weight in weights.items():
+    for name, place in places.items():
         if name.endswith("norm.weight"):
-            weight.fill_(1.0)
+            drawn = torch.ones(place.shape, device=device)
         else:
-            drawn = torch.empty(weight.shape, dtype=torch.float32, device=device).normal_(0, 0.02, generator=generator)
-            weight.copy_(drawn)
+            drawn = torch.empty(place.shape, device=device).normal_(0, 0.02, generator=generator)
+        place.put(place.rows.start, drawn[place.rows.start : place.rows.stop])
 
 
-def _fill(model: Decoder, folder: Path, progress: Progress) -> None:
-    """Copies each tensor of the folder to its place; every place must be filled, once, by a tensor of its shape."""
-    missing = model.weights()
-    total = len(missing)
-    for path, name, tensor in _tensors(folder):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings):
-            continue
-        place = missing.pop(name, None)
-        if place is None:
-            raise ModelError(f"{path}: tensor {name} has no place in a {model.config.architecture}, or comes twice")
-        if tensor.dtype not in _FLOATS:
-            raise ModelError(
-                f"{path}: tensor {name} has type {tensor.dtype}; float32, bfloat16 and float16 are supported"
-            )
-        if tensor.shape != place.shape:
-            shapes = f"{list(tensor.shape)}, the configuration needs {list(place.shape)}"
-            raise ModelError(f"{path}: tensor {name} has shape {shapes}")
-        place.copy_(tensor)
-        progress(1 - len(missing) / total, name)
-    if missing:
-        raise ModelError(f"{folder}: {len(missing)} tensors are missing, such as {', '.join(sorted(missing)[:3])}")
-
-
-def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
-    """(file, name, tensor) of all shards of a folder."""
+def _places(model: Decoder, folder: Path) -> list[tuple[StoredTensor, Place]]:
+    """Each tensor of the folder and its place; every place must be filled, once, by a tensor of its shape."""
     paths = weight_files(folder)
     if not paths:
         raise ModelError(f"{folder} holds no .safetensors file")
-    for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    yield path, name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is damaged or cut off: {error}") from error
+    missing = model.places()
+    pairs = []
+    for tensor in (tensor for path in paths for tensor in stored_tensors(path)):
+        what = f"{tensor.path}: tensor {tensor.name}"
+        ignored = tensor.name == "lm_head.weight" and model.config.tie_word_embeddings
+        if ignored or tensor.name.endswith("rotary_emb.inv_freq"):
+            continue
+        place = missing.pop(tensor.name, None)
+        if place is None:
+            raise ModelError(f"{what} has no place in a {model.config.architecture}, or comes twice")
+        if tensor.dtype not in _FLOATS:
+            raise ModelError(f"{what} has type {tensor.dtype}; float32, bfloat16 and float16 are supported")
+        if tensor.shape != place.shape:
+            raise ModelError(f"{what} has shape {list(tensor.shape)}, the configuration needs {list(place.shape)}")
+        pairs.append((tensor, place))
+    if missing:
+        raise ModelError(f"{folder}: {len(missing)} tensors are missing, such as {', '.join(sorted(missing)[:3])}")
+    return pairs

@@ -36,6 +36,7 @@ from services.rpc_server import RpcServer
 from services.security import cluster_key
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
+from services.worker.load_log import LoadLog
 from services.worker.metrics import WorkerMetrics
 from services.worker.receiving import KvReceiver
 from services.worker.sending import KvSender
@@ -117,6 +118,7 @@ class Worker:
                 dummy_seed=config.dummy_seed,
                 allocate=(lambda size: segment.buffer) if segment is not None else None,
             ),
+            LoadLog(),
         )
         log.info(
             "model loaded",

@@ -103,8 +103,8 @@ def test_a_token_does_not_depend_on_its_batch(architecture: str, threads: None) 
     )
     model = model_class(config)(config)
     generator = torch.Generator().manual_seed(3)
-    for weight in model.weights().values():
-        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    for place in model.places().values():
+        place.destination.copy_(torch.randn(place.shape, generator=generator) * 0.2)
     model.finish_loading("cpu")
     tokens = torch.randint(0, 1000, (300,), generator=generator)
     positions = torch.randint(0, 512, (300,), generator=generator)

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import ModelError, RopeScaling, fingerprint, parse_config, read_config
 from engine.weights.load import load_model
+from engine.weights.place import Place
+from engine.weights.read import read_tensors
 from engine.weights.resolve import DEFAULT_MODEL, model_name, resolve
+from engine.weights.safetensors_file import stored_tensors
 
 
 def copy(source: Path, folder: Path, **config: object) -> Path:
@@ -45,8 +48,8 @@ def split_into_shards(folder: Path) -> dict[str, str]:
 def test_shards_load_as_one_file_does(qwen2_folder: Path, tmp_path: Path) -> None:
     folder = copy(qwen2_folder, tmp_path / "m")
     split_into_shards(folder)
-    seen: list[float] = []
-    ours, _ = load_model(folder, progress=lambda fraction, what: seen.append(fraction))
+    seen: list[tuple[int, int, str]] = []
+    ours, _ = load_model(folder, progress=lambda *step: seen.append(step))
     expected, _ = load_model(qwen2_folder)
     tokens = torch.arange(40)
     x, y = ours.embedding(tokens), expected.embedding(tokens)
@@ -54,7 +57,10 @@ def test_shards_load_as_one_file_does(qwen2_folder: Path, tmp_path: Path) -> Non
         a.mlp(a.post_norm, x)
         b.mlp(b.post_norm, y)
     assert torch.equal(ours.logits(x), expected.logits(y))
-    assert seen == sorted(seen) and seen[-1] == 1
+    dones, totals, names = zip(*seen, strict=True)
+    expected_bytes = sum(weight.nbytes for weight in load_file(qwen2_folder / "model.safetensors").values())
+    assert list(dones) == sorted(dones) and (dones[0], dones[-1]) == (0, expected_bytes)
+    assert set(totals) == {expected_bytes} and set(names) == set(load_file(qwen2_folder / "model.safetensors"))
 
 
 def test_shards_that_are_missing_or_outside(qwen2_folder: Path, tmp_path: Path) -> None:
@@ -108,6 +114,88 @@ def test_cut_off_and_garbage_files(qwen2_folder: Path, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut off"):
             load_model(folder)
+
+
+def header_of(path: Path) -> tuple[dict[str, dict[str, object]], bytes]:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write_with_header(path: Path, header: str, content: bytes) -> None:
+    path.write_bytes(len(header.encode()).to_bytes(8, "little") + header.encode() + content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_offsets": [0, 1 << 60]}, "damaged or cut off: tensor model.norm.weight does not lie"),
+        ({"data_offsets": [8, 16]}, "damaged or cut off: tensor .* does not lie"),
+        ({"data_offsets": ["0", "8"]}, "damaged or cut off: offsets"),
+        ({"data_offsets": [0]}, "damaged or cut off"),
+        ({"shape": [64, -1]}, r"damaged or cut off: tensor model.norm.weight has the shape \[64, -1\]"),
+        ({"shape": 7}, "damaged or cut off"),
+        ({"dtype": "F4"}, "tensor model.norm.weight has the unknown type 'F4'"),
+        ({"dtype": ["F32"]}, "damaged or cut off"),
+    ],
+)
+def test_headers_that_lie(qwen2_folder: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
+    folder = copy(qwen2_folder, tmp_path / "m")
+    path = folder / "model.safetensors"
+    header, content = header_of(path)
+    header["model.norm.weight"] |= change
+    write_with_header(path, json.dumps(header), content)
+    with pytest.raises(ModelError, match=message):
+        load_model(folder)
+    text = json.dumps(header_of(qwen2_folder / "model.safetensors")[0])
+    for header_text in (text.replace("model.norm.weight", "lm_head.weight"), "[]", "7", text[:-1], '{"a":' * 50_000):
+        write_with_header(path, header_text, content)
+        with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut off"):
+            load_model(folder)
+
+
+def test_a_tensor_in_two_files(qwen2_folder: Path, tmp_path: Path) -> None:
+    folder = copy(qwen2_folder, tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save({"model.norm.weight": torch.zeros(64)}, folder / "b.safetensors")
+    with pytest.raises(ModelError, match=r"b\.safetensors: tensor model\.norm\.weight has no place .* or comes twice"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_places_take_parts_of_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Along either dimension and through many pieces, with the type converted or not."""
+    weight = torch.arange(3000 * 1700, dtype=torch.float32).view(3000, 1700) % 251  # 20 MB; exact in bfloat16
+    save({"a": weight, "b": weight[0].clone()}, tmp_path / "f.safetensors")
+    a, b = stored_tensors(tmp_path / "f.safetensors")
+    whole, rows, columns, short = (
+        torch.full(shape, -1, dtype=dtype) for shape in ((3000, 1700), (2000, 1700), (3000, 800), (100,))
+    )
+    pairs = [
+        (a, Place(whole)),
+        (a, Place(rows, 0, 900, 3000)),
+        (a, Place(columns, 1, 900, 1700)),
+        (b, Place(short, 0, 1600, 1700)),
+    ]
+    assert [tensor.shape for tensor, _ in pairs] == [place.shape for _, place in pairs]
+    read_tensors(pairs, lambda done, total, name: None)
+    assert torch.equal(whole.float(), weight)
+    assert torch.equal(rows.float(), weight[900:2900])
+    assert torch.equal(columns.float(), weight[:, 900:])
+    assert torch.equal(short.float(), weight[0, 1600:])
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    save({"a": torch.ones(3000, 1700), "b": torch.ones(7)}, path)
+    tensors = stored_tensors(path)
+    os.truncate(path, 15_000_000)
+    pairs = [(tensor, Place(torch.empty(tensor.shape))) for tensor in tensors]
+    with pytest.raises(ModelError, match=r"f\.safetensors cannot be read at tensor a: the file ends too early"):
+        read_tensors(pairs, lambda done, total, name: None)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"cannot be read at tensor a: .*No such file"):
+        read_tensors(pairs, lambda done, total, name: None)
 
 
 def test_types_are_cast_on_loading(qwen3_folder: Path, tmp_path: Path) -> None:
