@@ -11,6 +11,7 @@ from engine.config import ModelConfig
 from engine.layers.linear import GatedLinear, Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import Rotary, Rotation
+from engine.parallel.group import ALONE, Group
 from engine.weights.place import Place
 
 
@@ -39,15 +40,16 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), x being the normed stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, group: Group) -> None:
         super().__init__()
+        self.group = group
         inner = config.intermediate_size
         self.gate_up = GatedLinear(config.hidden_size, inner, inner, bias=config.mlp_bias)
         self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, norm: RMSNorm, stream: torch.Tensor) -> None:
         """Adds to the stream [N, hidden], in place, what is computed of it, normed."""
-        self.down.add_to(stream, self.gate_up.of_normed(norm, stream))
+        self.group.add_product(stream, self.down, self.gate_up.of_normed(norm, stream))
 
 
 class DecoderLayer(nn.Module):
@@ -64,13 +66,18 @@ class DecoderLayer(nn.Module):
         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.down": ("mlp.down_proj",),
     }
+    # The dimension along which ranks share a weight: outputs, or inputs, whose products are then added up.
+    SPLIT = {"attention.qkv": 0, "attention.output": 1, "mlp.gate_up": 0, "mlp.down": 1}
 
-    def __init__(self, config: ModelConfig, layer: int, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, group: Group, *, qkv_bias: bool, output_bias: bool, qk_norm: bool
+    ) -> None:
         super().__init__()
+        self.group = group
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, group)
 
     def forward(
         self,
@@ -85,7 +92,7 @@ class DecoderLayer(nn.Module):
             attended, stream = attended[rows], stream[rows]
             if not len(rows):
                 return stream
-        self.attention.output.add_to(stream, attended)
+        self.group.add_product(stream, self.attention.output, attended)
         self.mlp(self.post_norm, stream)
         return stream
 
@@ -93,7 +100,7 @@ class DecoderLayer(nn.Module):
         """Checkpoint name of each weight, from the layer on, to the rows of our parameters that hold it."""
         modules = dict(self.named_modules())
         return {
-            f"{source}.{kind}": Place(part)
+            f"{source}.{kind}": self.group.place(part, self.SPLIT.get(ours))
             for ours, sources in self.CHECKPOINT.items()
             if (module := modules.get(ours)) is not None
             for kind, parameter in module.named_parameters()
@@ -104,26 +111,28 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A whole model over a flat batch of tokens."""
+    """A model over a flat batch of tokens: the whole of it, or what one rank of a group has."""
 
     # What a family changes.
     qkv_bias: bool | None = None  # None: as the configuration says, and then the output projection has one too
     qk_norm = False
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, group: Group = ALONE) -> None:
+        """`config` is the rank's own, with its share of heads and columns (`engine.parallel.group.rank_config`)."""
         super().__init__()
         self.config = config
+        self.group = group
         qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
         output_bias = config.attention_bias and self.qkv_bias is None
         # With a weight given, it draws none: drawing on the meta device imports torch's compiler, which takes seconds.
         embedding = torch.empty(config.vocab_size, config.hidden_size)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=embedding)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, i, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=self.qk_norm)
+            DecoderLayer(config, i, group, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=self.qk_norm)
             for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size // group.size)
         self.rotary: Rotary | None = None
 
     def places(self) -> dict[str, Place]:
@@ -134,13 +143,14 @@ class Decoder(nn.Module):
             places |= {f"model.layers.{number}.{name}": place for name, place in layer.places().items()}
         places["model.norm.weight"] = Place(self.norm.weight.data)
         if not self.config.tie_word_embeddings:
-            places["lm_head.weight"] = Place(self.lm_head.weight.data)
+            places["lm_head.weight"] = self.group.place(self.lm_head.weight.data, 0)
         return places
 
     def finish_loading(self, device: str) -> None:
         """Ties, packs and precomputes once the weights are in."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = nn.Parameter(self.embedding.weight.detach(), requires_grad=False)
+            own = self.embedding.weight.detach().chunk(self.group.size)[self.group.rank]
+            self.lm_head.weight = nn.Parameter(own, requires_grad=False)
         self.rotary = Rotary(self.config, device)
         for module in self.modules():
             if isinstance(module, Linear):
@@ -166,4 +176,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, vocab] of hidden states [M, hidden]."""
-        return self.lm_head.of_normed(self.norm, hidden)
+        return self.group.concatenate(self.lm_head.of_normed(self.norm, hidden))

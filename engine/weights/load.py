@@ -7,6 +7,7 @@ import torch
 from engine.config import ModelConfig, ModelError, read_config, weight_files
 from engine.layers.decoder import Decoder
 from engine.models.registry import model_class
+from engine.parallel.group import ALONE, Group, rank_config
 from engine.weights.place import Place
 from engine.weights.read import Progress, read_tensors
 from engine.weights.safetensors_file import StoredTensor, stored_tensors
@@ -20,13 +21,17 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     dummy_seed: int | None = None,
+    group: Group = ALONE,
     progress: Progress = lambda done, total, name: None,
 ) -> tuple[Decoder, ModelConfig]:
-    """(model, config) of a Hugging Face folder; with `dummy_seed` random weights for its config. Raises ModelError."""
-    config = read_config(folder)
+    """(model, config) of a Hugging Face folder; with `dummy_seed` random weights for its config. Raises ModelError.
+
+    Both are what one rank of `group` has.
+    """
+    config = rank_config(read_config(folder), group.size)
     family = model_class(config)
     with torch.device("meta"):
-        model = family(config)
+        model = family(config, group)
     model = model.to(dtype).to_empty(device=device).eval()
     if dummy_seed is not None:
         _randomise(model, dummy_seed)

@@ -55,3 +55,9 @@ def qwen2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("qwen3"), "Qwen3", head_dim=32, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def biased_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama with a bias in every projection."""
+    return save(tmp_path_factory.mktemp("biased"), "Llama", attention_bias=True, mlp_bias=True)

@@ -1,0 +1,133 @@
+"""What a rank knows of the others, and the collectives between them.
+
+Each rank has a part of the query heads, of the KV heads, of the MLP's columns and of the vocabulary. Their partial
+products are added up behind attention and MLP; hidden states are whole on every rank, and so is the embedding table:
+each step reads only a few rows of it, which is less work than one more sum.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from engine.config import ModelConfig, ModelError
+from engine.layers.linear import Linear
+from engine.weights.place import Place
+
+_TIMEOUT = timedelta(minutes=5)  # a rank that lags so far behind in a collective hangs
+# The name since torch 2.13; the older one is deprecated there.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Group:
+    """The only rank there is: it has everything, and nobody to exchange it with."""
+
+    rank = 0
+    size = 1
+
+    def add_product(self, stream: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
+        """Adds to the stream [N, n], in place, the sum over the ranks of their products with their x [N, k]."""
+        linear.add_to(stream, x)
+
+    def concatenate(self, part: torch.Tensor) -> torch.Tensor:
+        """[N, n] of each rank to [N, n * size] in the order of ranks, on every rank."""
+        return part
+
+    def place(self, parameter: torch.Tensor, dim: int | None) -> Place:
+        """Where this rank's part of a checkpoint's tensor goes.
+
+        `dim` is the one that the ranks split; None: each has all. Along the inputs, 1, products are added up: then a
+        bias, which has none, counts on rank 0 alone.
+        """
+        return Place(parameter)
+
+
+ALONE = Group()
+
+
+class TensorParallelGroup(Group):
+    """One of `size` ranks: over gloo on CPU, over NCCL on CUDA devices, where rank r computes on device r."""
+
+    def __init__(self, rank: int, size: int, device: str) -> None:
+        self.rank = rank
+        self.size = size
+        self._cuda = device == "cuda"
+        if self._cuda:
+            torch.cuda.set_device(rank)
+
+    def join(self, meeting: Path) -> None:
+        """Waits for the others. `meeting`: a file of nobody else, by which they find each other on this machine."""
+        # Nothing but loopback, unless somebody chose an interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if self._cuda else "gloo",
+            init_method=meeting.as_uri(),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=_TIMEOUT,
+            device_id=torch.device("cuda", self.rank) if self._cuda else None,
+        )
+
+    def leave(self) -> None:
+        """Ends the connections on CPU. On CUDA, where graphs may still hold them, they end with the process."""
+        if not self._cuda and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def add_product(self, stream: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
+        """See `Group.add_product`."""
+        product = linear(x)
+        if self._cuda:
+            dist.all_reduce(product)
+            stream += product
+            return
+        # Added in the order of ranks: with gloo's sum, the order depends on where an element stands in the batch.
+        total, *others = self._gathered(product)
+        for other in others:
+            total += other
+        stream += total
+
+    def concatenate(self, part: torch.Tensor) -> torch.Tensor:
+        """See `Group.concatenate`."""
+        return self._gathered(part).transpose(0, 1).reshape(len(part), -1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, written into `tensor` on the others."""
+        dist.broadcast(tensor, 0)
+        return tensor
+
+    def place(self, parameter: torch.Tensor, dim: int | None) -> Place:
+        """See `Group.place`."""
+        if dim is None or (dim == parameter.dim() and self.rank == 0):
+            return Place(parameter)
+        if dim == parameter.dim():
+            return Place(parameter.zero_()[:0], total=len(parameter))
+        return Place(parameter, dim, self.rank * parameter.shape[dim], self.size * parameter.shape[dim])
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """[N, n] of each rank to [size, N, n]."""
+        parts = part.new_empty((self.size * len(part), *part.shape[1:]))
+        _gather(parts, part.contiguous())
+        return parts.view(self.size, *part.shape)
+
+
+def rank_config(config: ModelConfig, size: int) -> ModelConfig:
+    """What one of `size` ranks has of a model: its heads and MLP columns. Raises ModelError where they do not split."""
+    split = {
+        "KV heads": config.num_kv_heads,
+        "attention heads": config.num_heads,
+        "entries of the MLP": config.intermediate_size,
+        "entries of the vocabulary": config.vocab_size,
+    }
+    for what, count in split.items():
+        if count % size:
+            raise ModelError(f"{count} {what} cannot be split evenly over {size} ranks: choose another tensor_parallel")
+    return msgspec.structs.replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=config.num_kv_heads // size,
+        intermediate_size=config.intermediate_size // size,
+    )
