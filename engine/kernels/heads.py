@@ -1,5 +1,7 @@
 """Heads between projection and attention: norm and rotation of queries and keys, and the way into the cache."""
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -25,51 +27,54 @@ def _prepare_heads(
     table_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a token and head."""
+    """One program a token and GROUP heads, all of one kind: queries, keys or values."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    first_head = tl.program_id(1) * GROUP
     HALF: tl.constexpr = DIM // 2
     table_row = tl.load(table_rows + token)
     if table_row < 0:  # padding
         return
     position = tl.load(positions + token)
     block = tl.load(tables + table_row * table_stride + position // PAGE).to(tl.int64)
-    slot = block * block_stride + (position % PAGE) * (KV_HEADS * 2 * DIM)
-    low = tl.arange(0, HALF)
-    source = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM
-    first = tl.load(source + low).to(tl.float32)
-    second = tl.load(source + HALF + low).to(tl.float32)
-    if head >= HEADS + KV_HEADS:  # a value: stored as it is
-        place = cache + slot + (head - HEADS - KV_HEADS) * 2 * DIM + DIM
-        tl.store(place + low, first.to(cache.dtype.element_ty))
-        tl.store(place + HALF + low, second.to(cache.dtype.element_ty))
+    slot = cache + block * block_stride + (position % PAGE) * (KV_HEADS * 2 * DIM)
+    head = first_head + tl.arange(0, GROUP)[:, None]
+    low = tl.arange(0, HALF)[None, :]
+    source = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM) + head * DIM + low
+    first = tl.load(source).to(tl.float32)
+    second = tl.load(source + HALF).to(tl.float32)
+    if first_head >= HEADS + KV_HEADS:  # values: stored as they are
+        place = slot + (head - HEADS - KV_HEADS) * 2 * DIM + DIM + low
+        tl.store(place, first.to(cache.dtype.element_ty))
+        tl.store(place + HALF, second.to(cache.dtype.element_ty))
         return
     if NORM:
-        scale = tl.rsqrt((tl.sum(first * first, axis=0) + tl.sum(second * second, axis=0)) / DIM + eps)
-        weight = q_weight if head < HEADS else k_weight
+        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        weight = (q_weight if first_head < HEADS else k_weight) + low
         # Rounded between norm and rotation, as the unfused operations do.
-        first = (first * scale * tl.load(weight + low).to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
-        second = (second * scale * tl.load(weight + HALF + low).to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+        first = (first * scale * tl.load(weight).to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
+        second = (second * scale * tl.load(weight + HALF).to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
     c = tl.load(cos + position * HALF + low)
     s = tl.load(sin + position * HALF + low)
     turned = first * c - second * s
     turned_second = second * c + first * s
-    if head < HEADS:
-        place = q_out + (token * HEADS + head) * DIM
-        tl.store(place + low, turned.to(q_out.dtype.element_ty))
-        tl.store(place + HALF + low, turned_second.to(q_out.dtype.element_ty))
+    if first_head < HEADS:
+        place = q_out + (token * HEADS + head) * DIM + low
+        tl.store(place, turned.to(q_out.dtype.element_ty))
+        tl.store(place + HALF, turned_second.to(q_out.dtype.element_ty))
     else:
-        place = cache + slot + (head - HEADS) * 2 * DIM
-        tl.store(place + low, turned.to(cache.dtype.element_ty))
-        tl.store(place + HALF + low, turned_second.to(cache.dtype.element_ty))
+        place = slot + (head - HEADS) * 2 * DIM + low
+        tl.store(place, turned.to(cache.dtype.element_ty))
+        tl.store(place + HALF, turned_second.to(cache.dtype.element_ty))
 
 
 def prepare_heads(
@@ -93,7 +98,8 @@ def prepare_heads(
     tokens = qkv.shape[0]
     q_out = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps = norm if norm is not None else (qkv, qkv, 0.0)
-    _prepare_heads[(tokens, heads + 2 * kv_heads)](
+    group = min(8, gcd(heads, kv_heads) & -gcd(heads, kv_heads))  # a power of two
+    _prepare_heads[(tokens, (heads + 2 * kv_heads) // group)](
         qkv,
         cos,
         sin,
@@ -109,10 +115,11 @@ def prepare_heads(
         tables.stride(0),
         heads,
         kv_heads,
+        group,
         dim,
         page,
         norm is not None,
-        num_warps=1,
+        num_warps=max(1, group * dim // 512),
         **launch_options(),
     )
     return q_out

@@ -11,6 +11,46 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.launch import launch_options
 
+
+@triton.jit
+def _places(
+    keys,
+    valid,
+    tables,
+    table_row,
+    table_stride,
+    block_stride,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Where the K of each key begins in the cache; its V follows DIM later."""
+    block = tl.load(tables + table_row * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
+    return block * block_stride + (keys % PAGE) * (KV_HEADS * 2 * DIM) + kv_head * 2 * DIM
+
+
+@triton.jit
+def _scored(queries, k, scale, SOFTCAP: tl.constexpr):
+    """Scores of queries [Q, DIM] and keys [DIM, K] in units of log 2."""
+    scores = tl.dot(queries, k, input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
+    return scores * 1.4426950408889634  # log2(e): for exp2
+
+
+@triton.jit
+def _fold(scores, v, best, total, result):
+    """Takes scores [Q, K] of values v [K, DIM] into the softmax so far: its maximum, its sum, and the weighted sum."""
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+    p = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(best - base)
+    total = total * shrink + tl.sum(p, axis=1)
+    result = tl.dot(p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
+    return higher, total, result
+
+
 _PROGRAMS_A_CARD = 1056  # programs that fill an H100: eight for each of 132 multiprocessors
 _MOST_SPLITS = 32
 
@@ -72,25 +112,15 @@ def _decode(
     for first in range(start, end, KEYS):
         keys = first + tl.arange(0, KEYS)
         valid = keys < end
-        block = tl.load(tables + table_row * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
-        place = block * block_stride + (keys % PAGE) * (KV_HEADS * 2 * DIM) + kv_head * 2 * DIM
+        place = _places(keys, valid, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
         k = tl.load(cache + place[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(queries.dtype)
         v = tl.load(cache + place[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, k, input_precision="ieee") * scale
-        if SOFTCAP > 0:
-            scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
-        scores = scores * 1.4426950408889634  # log2(e): for exp2
+        scores = _scored(queries, k, scale, SOFTCAP)
         seen = valid
         if WINDOW > 0:
             seen = valid & (keys >= length - WINDOW)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(best - base)
-        total = total * shrink + tl.sum(p, axis=1)
-        result = result * shrink[:, None] + tl.dot(p.to(queries.dtype), v, input_precision="ieee")
-        best = higher
+        best, total, result = _fold(scores, v, best, total, result)
     if SPLITS == 1:
         result = result / total[:, None]
         place = out + (row * HEADS + head[:, None]) * DIM + dims[None, :]
@@ -222,7 +252,7 @@ def _prefill(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    tile = tl.program_id(1)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys first
     head = tl.program_id(0)
     row = tl.load(tiles + tile * 2).to(tl.int64)
     count = tl.load(tiles + tile * 2 + 1)
@@ -241,28 +271,29 @@ def _prefill(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(0, position + 1 - WINDOW) // KEYS * KEYS
-    for first in range(begin, position + count, KEYS):
+    # Keys that every query of the tile sees need no mask; those at the end, and at the begin of a window, do.
+    clear = begin
+    if WINDOW == 0:
+        clear = (position + 1) // KEYS * KEYS
+        for first in range(0, clear, KEYS):
+            keys = first + tl.arange(0, KEYS)
+            at = _places(keys, keys >= 0, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
+            k = tl.load(cache + at[None, :] + dims[:, None]).to(qs.dtype)
+            scores = _scored(qs, k, scale, SOFTCAP)
+            v = tl.load(cache + at[:, None] + DIM + dims[None, :]).to(qs.dtype)
+            best, total, result = _fold(scores, v, best, total, result)
+    for first in range(clear, position + count, KEYS):
         keys = first + tl.arange(0, KEYS)
         valid = keys < position + count
-        block = tl.load(tables + table_row * table_stride + keys // PAGE, mask=valid, other=0).to(tl.int64)
-        at = block * block_stride + (keys % PAGE) * (KV_HEADS * 2 * DIM) + kv_head * 2 * DIM
+        at = _places(keys, valid, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
         k = tl.load(cache + at[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(qs.dtype)
-        scores = tl.dot(qs, k, input_precision="ieee") * scale
-        if SOFTCAP > 0:
-            scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
-        scores = scores * 1.4426950408889634  # log2(e): for exp2
+        scores = _scored(qs, k, scale, SOFTCAP)
         seen = keys[None, :] <= position + queries[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position + queries[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(best - base)
-        total = total * shrink + tl.sum(p, axis=1)
         v = tl.load(cache + at[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(qs.dtype)
-        result = result * shrink[:, None] + tl.dot(p.to(qs.dtype), v, input_precision="ieee")
-        best = higher
+        best, total, result = _fold(scores, v, best, total, result)
     tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 
 
