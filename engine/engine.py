@@ -37,6 +37,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None  # None: what fits `kv_memory`
     kv_memory: int = 1 << 30  # bytes
     max_batched_tokens: int = 512  # token budget of one step
+    max_mixed_prefill_tokens: int | None = None  # of a step with decodes; None: what the budget leaves
+    max_overtaking: int = 4  # a prompt gives way to later, shorter ones for so many times its own tokens
     max_running: int = 64  # sequences
     max_model_len: int | None = None  # tokens; None: what the model was made for
     vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
@@ -94,9 +96,8 @@ class Engine:
         buffer = config.allocate(num_blocks * spec.block_bytes) if config.allocate is not None else None
         self.fingerprint = fingerprint
         self.kv_cache = KVCache(spec, num_blocks, buffer, config.device)
-        self.max_model_len = min(
-            config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings
-        )
+        longest = min(model_config.max_position_embeddings, num_blocks * config.block_size)
+        self.max_model_len = min(config.max_model_len or longest, longest)
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
         self.on_layer: Callable[[int, Step], None] | None = None
         self.interrupted: Callable[[], bool] = lambda: False
@@ -105,8 +106,14 @@ class Engine:
             self._pool,
             block_size=config.block_size,
             max_batched_tokens=config.max_batched_tokens,
+            max_mixed_prefill_tokens=(
+                config.max_batched_tokens
+                if config.max_mixed_prefill_tokens is None
+                else config.max_mixed_prefill_tokens
+            ),
             max_running=config.max_running,
             max_model_len=self.max_model_len,
+            max_overtaking=config.max_overtaking,
         )
         kind = LayerKind(model_config.num_heads, model_config.head_dim**-0.5)
         self._runner = self._make_runner(model, kind, config)
@@ -184,12 +191,12 @@ class Engine:
     # Handoff, decode side
 
     def reserve(self, request: Request) -> Reservation | None:
-        """Blocks for the KV of all the request's tokens, computed elsewhere. None: no room now, or it cannot ever run.
+        """Blocks for the KV of all the request's tokens, computed elsewhere. None: no room now.
 
-        A request that cannot run ends with an output when it is given to `add`.
+        Raises ValueError for a request that cannot ever run; given to `add` it ends with an output that says why.
         """
-        if self._reason_against(request) is not None:
-            return None
+        if (error := self._reason_against(request)) is not None:
+            raise ValueError(error)
         sequence = self._sequence(request, False)
         if not self._scheduler.reserve(sequence):
             return None
@@ -337,7 +344,7 @@ class Engine:
         if not request.prompt_token_ids:
             return "the prompt is empty: send at least one token"
         if length + bool(sampling.max_tokens) > self.max_model_len:
-            return f"{length} tokens leave no room in the model's {self.max_model_len}: shorten the prompt"
+            return f"{length} tokens leave no room in the {self.max_model_len} of model and KV pool: shorten the prompt"
         ids = (*request.prompt_token_ids, *request.output_token_ids, *sampling.logit_bias)
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             return f"token ids must be between 0 and {self.vocab_size - 1}: found {min(ids)} to {max(ids)}"

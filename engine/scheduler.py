@@ -1,15 +1,17 @@
 """Decides what each step computes.
 
 Prefill and decode are the same thing here: "compute the next n tokens of this sequence", until its computed tokens
-catch up with its tokens; then one more is sampled. A step has one token budget. Running sequences come first, by claim
-(priority, then arrival), then waiting ones are admitted. When blocks run out, the running sequence with the weakest
-claim gives its blocks back and is computed again later.
+catch up with its tokens; then one more is sampled. A step has one token budget. Decodes come first, one token each, so
+that a long prompt stalls nobody. Prompts share what is left, in chunks, those that wait for admission and those under
+way alike; `engine.prompt_order` says who is next. When blocks run out, the running sequence with the weakest claim
+(priority, then arrival) gives its blocks back and is computed again later.
 """
 
 import time
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
+from engine.prompt_order import PromptOrder
 from engine.request import FinishReason
 from engine.sequence import Sequence, State
 
@@ -47,20 +49,33 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching over one block pool."""
+    """Continuous batching over one block pool.
+
+    `max_mixed_prefill_tokens`: prompt tokens that a step with decodes may hold, so that these go on at their pace.
+    """
 
     def __init__(
-        self, pool: BlockPool, *, block_size: int, max_batched_tokens: int, max_running: int, max_model_len: int
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_batched_tokens: int,
+        max_mixed_prefill_tokens: int,
+        max_running: int,
+        max_model_len: int,
+        max_overtaking: int,
     ) -> None:
         self.pool = pool
         self.block_size = block_size
         self.max_batched_tokens = max_batched_tokens
+        self.max_mixed_prefill_tokens = max_mixed_prefill_tokens
         self.max_running = max_running
         self.max_model_len = max_model_len
         self.sequences: dict[str, Sequence] = {}  # all that have not ended
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []  # ended outside of complete(); told with the next step
+        self._order = PromptOrder(pool, max_overtaking)
         self._stalled_at = -1  # free blocks when the last step found nothing to compute: it takes more to go on
 
     @property
@@ -111,12 +126,12 @@ class Scheduler:
         """Takes blocks for all tokens of a new sequence, shared ones for its cached prefix; a peer will fill the rest.
 
         False when there is no room now. One block per running sequence stays free, so that they can go on, and so does
-        what waiting sequences with a better claim need: a stream of reservations starves nobody.
+        what prompts with a better claim need: a stream of reservations starves nobody.
         """
         if len(self._running) + self._num_in_state(State.RESERVED) >= self.max_running:
             return False
         cached, needed = self._match(sequence, len(sequence.token_ids))
-        owed = sum(self._blocks_for(len(s.token_ids)) for s in self._waiting if s.claim < sequence.claim)
+        owed = self._owed(sequence, [*self._waiting, *self._prompts_under_way()])
         if self._free_besides(sequence, cached) < needed + len(self._running) + owed:
             return False
         self._take(sequence, cached, needed)
@@ -184,26 +199,11 @@ class Scheduler:
         for sequence in list(self.sequences.values()):
             if sequence.request.deadline < now and sequence.state in (State.WAITING, State.RUNNING):
                 self._end(sequence, "error", "deadline exceeded")
-        entries: list[Entry] = []
-        budget = self.max_batched_tokens
-        # Decodes first: one token each, so that a long prompt stalls nobody.
-        for sequence in sorted(self._running, key=lambda s: (s.num_uncomputed_tokens > 1, s.claim)):
-            if sequence.state is not State.RUNNING or budget < 1:
-                continue  # preempted for a sequence before it
-            count = min(sequence.num_uncomputed_tokens, budget)
-            if self._grow(sequence, sequence.num_computed_tokens + count):
-                entries.append(Entry(sequence, sequence.num_computed_tokens, count))
-                budget -= count
-        entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]
-        budget = self.max_batched_tokens - sum(entry.num_tokens for entry in entries)
-        self._waiting.sort(key=lambda s: s.claim)
-        room = self.max_running - self._num_in_state(State.RESERVED)
-        while self._waiting and budget > 0 and len(self._running) < room:
-            entry = self._admit(self._waiting[0], budget)
-            if entry is None:
-                break
-            entries.append(entry)
-            budget -= entry.num_tokens
+        entries = self._decodes()
+        budget = self.max_batched_tokens - len(entries)
+        if budget > 0:
+            entries += self._chunks(min(budget, self.max_mixed_prefill_tokens) if entries else budget)
+        entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]  # not preempted since
         ended, self._ended = self._ended, []
         self._stalled_at = -1 if entries or ended else self.pool.num_free
         return Step(entries, ended)
@@ -244,22 +244,61 @@ class Scheduler:
         self._running.append(sequence)
         self._stalled_at = -1
 
+    def _prompts_under_way(self) -> list[Sequence]:
+        return [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
+
+    def _decodes(self) -> list[Entry]:
+        """The next token of each sequence that lacks but one, best claim first."""
+        decodes = sorted((s for s in self._running if s.num_uncomputed_tokens == 1), key=lambda s: s.claim)
+        entries = (self._continue(sequence, 1) for sequence in decodes[: self.max_batched_tokens])
+        return [entry for entry in entries if entry is not None]
+
+    def _chunks(self, budget: int) -> list[Entry]:
+        """Prompt tokens, `budget` at most. The first prompt for which there is no room closes admission."""
+        entries: list[Entry] = []
+        prompts = [*self._waiting, *self._prompts_under_way()]
+        room = self.max_running - self._num_in_state(State.RESERVED)
+        for sequence in self._order.sort(prompts):
+            entry = None
+            if sequence.state is State.RUNNING:
+                entry = self._continue(sequence, budget)
+            elif len(self._running) < room and (entry := self._admit(sequence, budget)) is None:
+                room = 0
+            if entry is not None:
+                entries.append(entry)
+                budget -= entry.num_tokens
+            if budget < 1:
+                break
+        self._order.book(prompts, {entry.sequence: entry.num_tokens for entry in entries})
+        return entries
+
+    def _continue(self, sequence: Sequence, budget: int) -> Entry | None:
+        """Up to `budget` tokens of a running sequence; None if there is no room, or it was preempted for another."""
+        start, count = sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget)
+        goes_on = sequence.state is State.RUNNING and self._grow(sequence, start + count)
+        return Entry(sequence, start, count) if goes_on else None
+
     def _admit(self, sequence: Sequence, budget: int) -> Entry | None:
         """Moves a waiting sequence into the batch; None if there is no room for its first chunk."""
         cached, _ = self._match(sequence, len(sequence.token_ids))
         start = cached * self.block_size
         count = min(len(sequence.token_ids) - start, budget)
         needed = self._blocks_for(start + count) - cached
-        if self._free_besides(sequence, cached) < needed + len(self._running):
+        spare = self._free_besides(sequence, cached) - len(self._running)
+        if spare < needed + self._owed(sequence, self._prompts_under_way()):
             if not self._running and not self._others_hold_blocks(sequence):
-                # Alone and still no room: it never fits.
-                self._end_too_long(sequence)
+                self._end_too_long(sequence)  # alone and still no room: it never fits
             return None
         self._waiting.remove(sequence)
         self._take(sequence, cached, needed)
         sequence.num_computed_tokens = start
         self._run(sequence)
         return Entry(sequence, start, count)
+
+    def _owed(self, sequence: Sequence, prompts: list[Sequence]) -> int:
+        """Blocks that those of the prompts whose claim is better than the sequence's lack for all their tokens."""
+        better = [prompt for prompt in prompts if prompt.claim < sequence.claim]
+        return sum(self._blocks_for(len(prompt.token_ids)) - len(prompt.block_ids) for prompt in better)
 
     def _num_in_state(self, state: State) -> int:
         return sum(sequence.state is state for sequence in self.sequences.values())
@@ -278,11 +317,10 @@ class Scheduler:
             elif len(self._running) > 1:
                 self._preempt(sequence)
                 return False
-            elif self._others_hold_blocks(sequence):
-                return False  # peers give blocks back; until then it keeps what it has
             else:
-                self._end_too_long(sequence)
-                return False
+                if not self._others_hold_blocks(sequence):
+                    self._end_too_long(sequence)
+                return False  # peers give blocks back; until then it keeps what it has
         if needed > 0:
             sequence.block_ids += self.pool.allocate(needed)
         return True
@@ -302,14 +340,8 @@ class Scheduler:
             )
 
     def _match(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """(cached leading blocks, further blocks needed) for a sequence without blocks.
-
-        The last token is always computed, since its logits are needed, and a shared block is never written: the block
-        of the last token is never taken from the cache.
-        """
-        cached = 0
-        if sequence.request.sampling.prompt_logprobs is None:
-            cached = self.pool.match(sequence.full_hashes((len(sequence.token_ids) - 1) // self.block_size))
+        """(cached leading blocks, further blocks needed) for a sequence without blocks."""
+        cached = self.pool.match(sequence.cacheable_hashes())
         return cached, self._blocks_for(num_tokens) - cached
 
     def _free_besides(self, sequence: Sequence, cached: int) -> int:

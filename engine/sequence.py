@@ -33,6 +33,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, extended on demand
     num_published: int = 0  # leading blocks that can be found by hash
     num_cached_tokens: int | None = None  # prefix hit at first admission
+    found_blocks: int = 0  # leading blocks that were cached when last looked for, while WAITING
+    overtaken_tokens: int = 0  # of prompts with a weaker claim, computed while this one had to wait
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
@@ -73,6 +75,16 @@ class Sequence:
             tokens = self.token_ids[done * self.block_size : num_blocks * self.block_size]
             self.hashes += block_hashes(tokens, self.block_size, self.hashes[-1] if self.hashes else self.root)
         return self.hashes[:num_blocks]
+
+    def cacheable_hashes(self) -> list[bytes]:
+        """Hashes of the leading blocks that may be taken from the cache.
+
+        The last token is always computed, since its logits are needed, and a shared block is never written: the block
+        of the last token is never taken. None are where the prompt's own logits are wanted.
+        """
+        if self.request.sampling.prompt_logprobs is not None:
+            return []
+        return self.full_hashes((len(self.token_ids) - 1) // self.block_size)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends the sequence; blocks are the scheduler's to free."""

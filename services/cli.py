@@ -59,6 +59,13 @@ def up(
     kv_memory: Annotated[str | None, typer.Option(help="KV memory of each worker.  [default: 1GiB]")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, tokens.")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512]")] = None,
+    max_mixed_prefill_tokens: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens of a step with decodes.  [default: 128 on decode workers, else all]"),
+    ] = None,
+    max_overtaking: Annotated[
+        int | None, typer.Option(help="Times its own tokens that a prompt gives way to shorter ones.  [default: 4]")
+    ] = None,
     max_running: Annotated[int | None, typer.Option(help="Requests computed at once.  [default: 64]")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
@@ -98,6 +105,8 @@ def up(
         kv_memory=kv_memory,
         max_model_len=max_model_len,
         max_batched_tokens=max_batched_tokens,
+        max_mixed_prefill_tokens=max_mixed_prefill_tokens,
+        max_overtaking=max_overtaking,
         max_running=max_running,
         threads=threads,
         dtype=dtype,

@@ -62,6 +62,8 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     kv_blocks: int = 0  # 0: as many as fit into kv_memory
     kv_memory: str = "1GiB"
     max_batched_tokens: int = 512  # token budget of a step
+    max_mixed_prefill_tokens: int = 0  # prompt tokens of a step with decodes; 0: by role
+    max_overtaking: int = 4  # a prompt gives way to later, shorter ones for so many times its own tokens
     max_running: int = 64
     max_waiting: int = 2048
     max_model_len: int = 0  # 0: the model's
@@ -80,6 +82,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "block_size": (1, 1024),
     "kv_blocks": (0, _NO_LIMIT),
     "max_batched_tokens": (1, _NO_LIMIT),
+    "max_mixed_prefill_tokens": (0, _NO_LIMIT),
+    "max_overtaking": (0, 1000),
     "max_running": (1, _NO_LIMIT),
     "max_waiting": (1, _NO_LIMIT),
     "max_model_len": (0, _NO_LIMIT),

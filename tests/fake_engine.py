@@ -54,6 +54,8 @@ class FakeEngine:
     max_batched_tokens: int = 16
     max_running: int = 8
     max_model_len: int = 10_000
+    max_overtaking: int = 4
+    max_mixed_prefill_tokens: int = 10_000
     arrivals: int = 0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, Sequence] = field(default_factory=dict)
@@ -65,7 +67,9 @@ class FakeEngine:
             self.pool,
             block_size=BLOCK,
             max_batched_tokens=self.max_batched_tokens,
+            max_mixed_prefill_tokens=self.max_mixed_prefill_tokens,
             max_running=self.max_running,
+            max_overtaking=self.max_overtaking,
             max_model_len=self.max_model_len,
         )
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -95,8 +99,12 @@ class FakeEngine:
         self._took(sequence, token)
 
     def step(self, now: float = 0.0) -> Step:
+        running = [s for s in self.scheduler.sequences.values() if s.state is State.RUNNING]
+        decoding = {s for s in running if s.num_uncomputed_tokens == 1}
         step = self.scheduler.schedule(now)
         assert step.num_tokens <= self.max_batched_tokens
+        chunks = [entry.num_tokens for entry in step.entries if entry.sequence not in decoding]
+        assert len(chunks) == len(step.entries) or sum(chunks) <= self.max_mixed_prefill_tokens
         assert len({id(entry.sequence) for entry in step.entries}) == len(step.entries)
         sampled = {}
         for entry in step.entries:

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.engine import EngineStats, StepOutput
+from engine.scheduler import Step
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -16,7 +17,7 @@ class WorkerMetrics:
             "tandem_prompt_tokens", "Prompt tokens by where their KV came from", ["source"], registry=registry
         )
         self.generated_tokens = Counter("tandem_generated_tokens", "Tokens sampled", registry=registry)
-        self.steps = Counter("tandem_engine_steps", "Engine steps", registry=registry)
+        self.steps = Counter("tandem_engine_steps", "Engine steps by what they held", ["kind"], registry=registry)
         self.step_seconds = Histogram(
             "tandem_engine_step_seconds", "Duration of one engine step", registry=registry, buckets=_SECONDS
         )
@@ -43,12 +44,14 @@ class WorkerMetrics:
         self.running = Gauge("tandem_worker_requests", "Requests on this worker by state", ["state"], registry=registry)
         for source in ("computed", "local_cache", "transferred"):
             self.prompt_tokens.labels(source)
+        for kind in ("decode", "prefill", "mixed", "empty"):
+            self.steps.labels(kind)
         for outcome in ("committed", "recomputed", "aborted"):
             self.transfers.labels(outcome)
 
     def count_step(self, output: StepOutput) -> None:
         """Books one engine step."""
-        self.steps.inc()
+        self.steps.labels(_kind(output.step)).inc()
         self.step_seconds.observe(output.seconds)
         for entry in output.step.entries:
             sequence = entry.sequence
@@ -66,3 +69,11 @@ class WorkerMetrics:
         self.orphaned.set(orphaned)
         for state, count in stats.blocks.items():
             self.blocks.labels(state).set(count)
+
+
+def _kind(step: Step) -> str:
+    """Whether a step computed prompts (or what a preempted sequence had lost), decodes, or both."""
+    prompts = sum(e.num_tokens > 1 or e.start < e.sequence.num_prompt_tokens for e in step.entries)
+    if not step.entries:
+        return "empty"  # it only told what had ended
+    return "prefill" if prompts == len(step.entries) else "mixed" if prompts else "decode"

@@ -7,8 +7,9 @@ its thread.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +36,6 @@ log = structlog.get_logger()
 
 _CONNECT_SECONDS = 2.0
 _LEASE_SECONDS = 5.0
-_ROOM_SECONDS = 10.0  # a request that finds no room for its KV in this time queues in the engine instead
 _LATE_BYTES_SECONDS = 3.0  # bytes of a two-sided connector may arrive after the word that they were sent
 
 
@@ -69,6 +69,15 @@ class Receiving:
     quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request that waits for room; the lower priority goes first, then the ticket."""
+
+    priority: int
+    ticket: int
+    comes: asyncio.Future[None]
+
+
 class KvReceiver:
     """All transfers into this worker."""
 
@@ -94,7 +103,8 @@ class KvReceiver:
         self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}
-        self._room: deque[asyncio.Future[None]] = deque()  # requests that wait for blocks, first come first served
+        self._room: list[Turn] = []  # requests that wait for blocks, next one first
+        self._tickets = itertools.count()
 
     def start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
         """Has `prefill` compute the request's prompt; falls back to computing it here."""
@@ -117,8 +127,8 @@ class KvReceiver:
 
     def blocks_freed(self) -> None:
         """A step ended: the first request that waits for room tries again."""
-        if self._room and not self._room[0].done():
-            self._room[0].set_result(None)
+        if self._room and not self._room[0].comes.done():
+            self._room[0].comes.set_result(None)
 
     def tick(self, now: float) -> None:
         """Leases, deadlines and fencing; several times a second."""
@@ -153,7 +163,9 @@ class KvReceiver:
             link = await self._link(prefill)
             reservation = await self._reserve(request)
         except Exception as error:  # whatever it is, the request can still be computed here
-            log.warning("prefill goes local", request=key, reason=str(error) or "no room for the KV in time")
+            log.warning(
+                "prefill goes local", request=key, reason=str(error) or "no room for its KV before its deadline"
+            )
             self._metrics.transfers.labels("recomputed").inc()
             await self._engine.call(lambda: engine.add(request))
             return
@@ -180,24 +192,25 @@ class KvReceiver:
         self._carry_out(receiving, receiving.machine.start(now))
 
     async def _reserve(self, request: Request) -> Reservation:
-        """Blocks for the request; waits for its turn. TimeoutError when its deadline comes first."""
+        """Blocks for the request; waits for its turn. TimeoutError when its deadline comes first.
+
+        However long that takes, its prompt is not computed here instead: a full worker has decodes to go on with.
+        """
         engine = self._engine.engine
+        ticket = next(self._tickets)
         if self._room:
-            await self._wait_for_room(request, again=False)
+            await self._wait_for_room(request, ticket)
         while (reservation := await self._engine.call(lambda: engine.reserve(request))) is None:
-            await self._wait_for_room(request, again=True)
+            await self._wait_for_room(request, ticket)
         self.blocks_freed()  # perhaps there is room for the next, too
         return reservation
 
-    async def _wait_for_room(self, request: Request, *, again: bool) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if again:
-            self._room.appendleft(turn)  # its turn had come
-        else:
-            self._room.append(turn)
+    async def _wait_for_room(self, request: Request, ticket: int) -> None:
+        turn = Turn(request.priority, ticket, asyncio.get_running_loop().create_future())
+        bisect.insort(self._room, turn, key=lambda t: (t.priority, t.ticket))
         try:
-            async with asyncio.timeout(min(_ROOM_SECONDS, max(0.0, request.deadline - time.monotonic()))):
-                await turn
+            async with asyncio.timeout(max(0.0, request.deadline - time.monotonic())):
+                await turn.comes
         finally:
             self._room.remove(turn)
 

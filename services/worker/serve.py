@@ -48,6 +48,7 @@ log = structlog.get_logger()
 
 _TICK_SECONDS = 0.05
 _BEAT_TICKS = 10
+_MIXED_PREFILL_TOKENS = {"decode": 128}  # a prompt that is computed here all the same must not stall the streams
 _HANG_SECONDS = 10.0  # no step for so long, with work to do: not alive
 
 
@@ -109,6 +110,8 @@ class Worker:
                 block_size=config.block_size,
                 num_blocks=num_blocks,
                 max_batched_tokens=config.max_batched_tokens,
+                max_mixed_prefill_tokens=config.max_mixed_prefill_tokens or _MIXED_PREFILL_TOKENS.get(config.role),
+                max_overtaking=config.max_overtaking,
                 max_running=config.max_running,
                 max_model_len=config.max_model_len or None,
                 vocab_size=_vocab_size(folder),

@@ -165,12 +165,13 @@ def test_abort_ends_at_any_state(engine):
         (request("x", [1, 512]), "between 0 and 511"),
         (request("x", [1], output=[-1]), "between"),
         (request("x", [1], logit_bias={9999: 1.0}), "between"),
-        (request("x", [1] * 1024), "1024"),
-        (request("x", [1] * 600), "do not fit the KV pool"),
+        (request("x", [1] * 1024), "1024 tokens"),
+        (request("x", [1] * 600), "no room in the 512"),
     ],
 )
 def test_what_cannot_run_ends_with_a_reason(engine, bad, words):
-    assert engine.reserve(bad) is None
+    with pytest.raises(ValueError, match=words):
+        engine.reserve(bad)
     (output,) = run(engine, bad)[0]
     assert output.finish_reason == "error" and words in output.error and output.token_ids == []
 

@@ -17,9 +17,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batched_tokens=st.sampled_from([2, 5, 16, 32]),
         max_running=st.integers(2, 6),
         max_model_len=st.sampled_from([20, 10_000]),
+        max_overtaking=st.sampled_from([0, 1, 4]),
+        max_mixed_prefill_tokens=st.sampled_from([1, 3, 10_000]),
     )
-    def start(self, num_blocks: int, max_batched_tokens: int, max_running: int, max_model_len: int) -> None:
-        self.engine = FakeEngine(num_blocks, max_batched_tokens, max_running, max_model_len)
+    def start(self, **sizes: int) -> None:
+        self.engine = FakeEngine(**sizes)
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.detached: list[list[int]] = []

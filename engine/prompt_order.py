@@ -1,0 +1,53 @@
+"""In which order prompts are computed: the shortest first, but nobody gives way for long.
+
+A short prompt behind a long one waits many times its own length; the other way round the wait hardly shows. So among
+prompts of one priority the one with the fewest tokens left to compute goes first, whether it waits or is computed in
+chunks already. To be overtaken by later ones makes a prompt count as shorter: with n tokens left, overtaken by m, its
+rank is `max_overtaking * n - m`, and not below 0, where all go by arrival. Hence a prompt of n tokens is overtaken by
+at most `max_overtaking * n` tokens and one step more, however many short ones arrive. With 0 all go by arrival.
+
+A sequence whose client has tokens already (it was preempted, or its worker died) stands at rank 0: a stream that
+stalls is worse than one that starts late.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence, State
+
+
+class PromptOrder:
+    """The order, and the books of who was overtaken. Pure: time plays no part."""
+
+    def __init__(self, pool: BlockPool, max_overtaking: int) -> None:
+        self._pool = pool
+        self._max_overtaking = max_overtaking
+
+    def sort(self, prompts: Iterable[Sequence]) -> list[Sequence]:
+        """The prompts, next one first."""
+        return sorted(prompts, key=lambda s: (s.request.priority, self._rank(s), s.arrival))
+
+    def book(self, prompts: Iterable[Sequence], computed: Mapping[Sequence, int]) -> None:
+        """A step computes so many tokens of some of the prompts: those with a better claim were overtaken."""
+        tokens = 0
+        for sequence in sorted(prompts, key=lambda s: s.claim, reverse=True):
+            sequence.overtaken_tokens += tokens
+            tokens += computed.get(sequence, 0)
+
+    def _rank(self, sequence: Sequence) -> int:
+        if sequence.num_output_tokens > 0:
+            return 0
+        return max(0, self._max_overtaking * self._tokens_left(sequence) - sequence.overtaken_tokens)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        if sequence.state is not State.WAITING:
+            return sequence.num_uncomputed_tokens
+        # A guess, since admission looks for itself: only where the cached prefix ended at the last look.
+        hashes = sequence.cacheable_hashes()
+        found = sequence.found_blocks
+        found += self._pool.match(islice(hashes, found, None))
+        while found and not self._pool.match(hashes[found - 1 : found]):
+            found -= 1
+        sequence.found_blocks = found
+        return len(sequence.token_ids) - found * sequence.block_size
