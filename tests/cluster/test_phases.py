@@ -1,0 +1,82 @@
+"""Each worker keeps to its phase: decode workers compute no prompts unless asked, and then in small chunks."""
+
+import concurrent.futures
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+
+def ask(cluster: Cluster, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    body = {"model": cluster.model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True} | more
+    answer = httpx.post(cluster.url + "/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def steps(cluster: Cluster, role: str) -> dict[str, float]:
+    kinds = ("decode", "prefill", "mixed")
+    return {kind: cluster.metric("tandem_engine_steps_total", role=role, kind=kind) for kind in kinds}
+
+
+def wait_for(cluster: Cluster, name: str, least: float, **labels: str) -> None:
+    deadline = time.monotonic() + 30
+    while cluster.metric(name, **labels) < least:
+        assert time.monotonic() < deadline, f"{name} does not come to {least}"
+        time.sleep(0.02)
+
+
+def test_a_decode_worker_computes_no_prompt_unless_asked(tmp_path: Path) -> None:
+    # Few at once, so that most requests wait for room; a prompt is not computed here instead of that.
+    options = ("--dummy-seed", "5", "--threads", "1", "--local-prefill-tokens", "0", "--max-running", "4")
+    cluster = start_cluster(tmp_path / "up", *options, model=str(tiny_model(tmp_path / "tiny")))
+    try:
+        prompts = [[(37 * n + 11 * i) % 40_000 + 10 for i in range(1 + 23 * n % 400)] for n in range(40)]
+        with concurrent.futures.ThreadPoolExecutor(40) as pool:
+            answers = list(pool.map(lambda prompt: ask(cluster, prompt, 30), prompts))
+        assert all(answer["usage"]["completion_tokens"] == 30 for answer in answers)
+        cluster.wait_idle()
+        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") == len(prompts)
+        computed = cluster.metric("tandem_prompt_tokens_total", source="computed", role="prefill")
+        assert computed == sum(map(len, prompts))
+        assert cluster.metric("tandem_prompt_tokens_total", source="computed", role="decode") == 0
+        decode, prefill = steps(cluster, "decode"), steps(cluster, "prefill")
+        assert decode["decode"] > 0 and decode["prefill"] == decode["mixed"] == 0
+        assert prefill["prefill"] > 0 and prefill["decode"] == prefill["mixed"] == 0
+
+        # Asked: scores of a prompt are computed where they are needed, beside the stream and 128 tokens a step at most.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(ask, cluster, [9], 1900)
+            wait_for(cluster, "tandem_engine_steps_total", decode["decode"] + 5, role="decode", kind="decode")
+            ask(cluster, list(range(10, 1210)), 0, echo=True, logprobs=0)
+            assert not stream.done()
+            assert stream.result()["usage"]["completion_tokens"] == 1900
+        assert cluster.metric("tandem_prompt_tokens_total", source="computed", role="decode") == 1200
+        assert steps(cluster, "decode")["mixed"] >= 1200 / 128 and steps(cluster, "decode")["prefill"] == 0
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
+
+
+@pytest.mark.parametrize("max_overtaking", [4, 0])
+def test_a_short_prompt_passes_a_long_one_unless_arrival_counts(max_overtaking: int, tmp_path: Path) -> None:
+    options = ("--aggregated", "1", "--dummy-seed", "5", "--threads", "1", "--max-batched-tokens", "4")
+    model = str(tiny_model(tmp_path / "tiny"))
+    cluster = start_cluster(tmp_path / "up", *options, "--max-overtaking", str(max_overtaking), model=model)
+    try:
+        long = list(range(10, 1910))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            ended: list[str] = []
+            first = pool.submit(lambda: (ask(cluster, long, 1), ended.append("long")))
+            wait_for(cluster, "tandem_prompt_tokens_total", 1, source="computed")
+            second = pool.submit(lambda: (ask(cluster, [9, 8, 7, 6, 5, 4], 1), ended.append("short")))
+            first.result()
+            second.result()
+        assert ended == (["short", "long"] if max_overtaking else ["long", "short"])
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
