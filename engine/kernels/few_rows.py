@@ -1,0 +1,118 @@
+"""Products of a matrix and a few rows, 2 to 16, with the SiLU or the residual that follows.
+
+Such a product is bound by the reading of its weights, as that of one row is (`engine.kernels.matvec`), but tensor cores
+multiply: rows are padded to 16, their smallest tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.launch import launch_options
+
+MOST_ROWS = 16
+
+
+@triton.jit
+def _few_rows(
+    x,
+    weight,
+    bias,
+    y,
+    M,
+    N,
+    K,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for COLUMNS columns of y, all rows. EVEN: N fits COLUMNS, and K fits DEPTH."""
+    rows = tl.arange(0, 16)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    inside = columns < N
+    present = rows < M
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    result = tl.zeros([16, COLUMNS], tl.float32)
+    up = tl.zeros([16, COLUMNS], tl.float32)
+    x_places = x + rows[:, None] * K + depth[None, :]
+    places = weight + columns[None, :].to(tl.int64) * K + depth[:, None]
+    up_places = weight + (N + columns)[None, :].to(tl.int64) * K + depth[:, None]
+    for start in range(0, K, DEPTH):
+        if EVEN:
+            piece = tl.load(places + start)
+            values = tl.load(x_places + start, mask=present[:, None], other=0.0)
+        else:
+            valid = start + depth < K
+            piece = tl.load(places + start, mask=valid[:, None] & inside[None, :], other=0.0)
+            values = tl.load(x_places + start, mask=present[:, None] & valid[None, :], other=0.0)
+        result = tl.dot(values, piece, result)
+        if GATED:
+            if EVEN:
+                second = tl.load(up_places + start)
+            else:
+                second = tl.load(up_places + start, mask=valid[:, None] & inside[None, :], other=0.0)
+            up = tl.dot(values, second, up)
+    if BIAS:
+        result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias + N + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        gate = result.to(y.dtype.element_ty).to(tl.float32)  # rounded where the product alone would
+        active = (gate / (1.0 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
+        result = active * up.to(y.dtype.element_ty).to(tl.float32)
+    y_places = y + rows[:, None].to(tl.int64) * N + columns[None, :]
+    stored = present[:, None] & inside[None, :]
+    if ADD:
+        result += tl.load(y_places, mask=stored, other=0.0).to(tl.float32)
+    tl.store(y_places, result.to(y.dtype.element_ty), mask=stored)
+
+
+def few_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [M, K] @ weight.T + bias of at most 16 rows; weight [N, K], bias [N], all contiguous, float16 or bfloat16.
+
+    gated: weight and bias hold gate, then up, and silu(gate) * up is returned, [M, N / 2]. add_to [M, N]: the product
+    is added to it, in place, and it is returned.
+    """
+    m = x.shape[0]
+    n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device) if add_to is None else add_to
+    columns, depth, warps, stages = tiles(n, k, gated)
+    _few_rows[(triton.cdiv(n, columns),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        m,
+        n,
+        k,
+        columns,
+        depth,
+        gated,
+        add_to is not None,
+        bias is not None,
+        n % columns == 0 and k % depth == 0,
+        num_warps=warps,
+        num_stages=stages,
+        **launch_options(),
+    )
+    return y
+
+
+def tiles(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
+    """(columns of y and depth of the product that a program holds at once, warps, stages)."""
+    return 16, 256, 4, 4 if not gated else 3
