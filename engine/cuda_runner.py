@@ -179,7 +179,7 @@ class CudaRunner:
         """Samples on the device, keeps the tokens there for the next step, and sends them to the CPU."""
         draws = [Draw(s.request.sampling, end - s.num_prompt_tokens) for s, end in zip(sequences, ends, strict=True)]
         tokens = draw_tokens(logits, best, draws)
-        self._graphs.last_tokens.index_copy_(0, rows, tokens.int())
+        self._graphs.keep(rows, tokens)
         host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
         host.copy_(tokens, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

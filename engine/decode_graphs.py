@@ -66,6 +66,10 @@ class DecodeGraphs:
         logits = model.logits(model.forward(token_ids, positions, context))[:, :vocab_size]
         return logits, best_tokens(logits)
 
+    def keep(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """The sequences of table rows int64 [M] have sampled these tokens int64 [M]."""
+        self.last_tokens.index_copy_(0, rows, tokens.int())
+
     @property
     def largest(self) -> int:
         """Sequences of a batch at most."""

@@ -18,8 +18,10 @@ from engine.block_pool import BlockPool
 from engine.config import ModelConfig, fingerprint
 from engine.hashing import root_hash
 from engine.kv_cache import KVCache, KVCacheSpec
+from engine.parallel.group import ALONE, Group, RankError
+from engine.parallel.lead import LeadingGroup
 from engine.request import KvEvent, Request, SamplingParams, TokenLogprob, TokenOutput
-from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
+from engine.runner import Computation, Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
@@ -44,6 +46,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
     dtype: str = "float32"
     device: str = "cpu"
+    tensor_parallel: int = 1  # ranks, processes with a share of the model each; `kv_memory` and `threads` are of each
     threads: int | None = None  # None: leave torch's default
     dummy_seed: int | None = None  # random weights from this seed instead of the folder's
     allocate: Callable[[int], Any] | None = None  # gives a writable buffer of so many bytes for the KV cache
@@ -84,7 +87,9 @@ class Engine:
     whether somebody waits for a step to end; on a device none is then computed ahead.
     """
 
-    def __init__(self, model: Model, model_config: ModelConfig, fingerprint: str, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Model, model_config: ModelConfig, fingerprint: str, config: EngineConfig, group: Group = ALONE
+    ) -> None:
         spec = KVCacheSpec(
             num_layers=model_config.num_layers,
             block_size=config.block_size,
@@ -115,6 +120,7 @@ class Engine:
             max_model_len=self.max_model_len,
             max_overtaking=config.max_overtaking,
         )
+        self._group = group
         kind = LayerKind(model_config.num_heads, model_config.head_dim**-0.5)
         self._runner = self._make_runner(model, kind, config)
         self._arrivals = itertools.count()
@@ -123,8 +129,40 @@ class Engine:
         self._steps = 0
 
     @classmethod
-    def build(cls, folder: Path, config: EngineConfig, progress: Progress = lambda done, total, name: None) -> "Engine":
-        """Loads the model of a Hugging Face folder. Raises ModelError, or KVCacheError for unfit memory."""
+    def build(
+        cls,
+        folder: Path,
+        config: EngineConfig,
+        progress: Progress = lambda done, total, name: None,
+        on_rank_lost: Callable[[RankError], object] = lambda error: None,
+    ) -> "Engine":
+        """Loads the model of a Hugging Face folder. Raises ModelError, or KVCacheError for unfit memory.
+
+        `on_rank_lost`: called on another thread when the process of another rank dies. Steps under way may then hang.
+        """
+        group = ALONE
+        if config.tensor_parallel > 1:
+            shared = msgspec.msgpack.encode(msgspec.structs.replace(config, allocate=None))
+            rows = 4 * config.max_running  # of a table; no attention backend keeps so many
+            group = LeadingGroup(folder, config.tensor_parallel, config.device, shared, rows, on_rank_lost)
+        try:
+            engine = cls.build_rank(folder, config, group, progress)
+            if config.device != "cpu":
+                engine._warm_up(config.max_batched_tokens)
+        except BaseException:
+            group.close()
+            raise
+        return engine
+
+    @classmethod
+    def build_rank(
+        cls,
+        folder: Path,
+        config: EngineConfig,
+        group: Group,
+        progress: Progress = lambda done, total, name: None,
+    ) -> "Engine":
+        """What one rank has of an engine. Raises what `build` does."""
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         model, model_config = load_model(
@@ -132,15 +170,18 @@ class Engine:
             dtype=getattr(torch, config.dtype),
             device=config.device,
             dummy_seed=config.dummy_seed,
+            group=group,
             progress=progress,
         )
+        group.join()
         identity = fingerprint(folder, config.dtype)
         if config.dummy_seed is not None:
             identity += f"-dummy-{config.dummy_seed}"
-        engine = cls(model, model_config, identity, config)
-        if config.device != "cpu":
-            engine._warm_up(config.max_batched_tokens)
-        return engine
+        return cls(model, model_config, identity, config, group)
+
+    def close(self) -> None:
+        """Ends the processes of the other ranks."""
+        self._group.close()
 
     def _warm_up(self, max_batched_tokens: int) -> None:
         """Computes prompts of one token and of a whole step, so that no request waits for kernels to be compiled."""
@@ -158,7 +199,9 @@ class Engine:
     def _make_runner(self, model: Model, kind: LayerKind, config: EngineConfig) -> "Runner | CudaRunner":
         sampler = Sampler(self.vocab_size)
         if config.device == "cpu":
-            return Runner(model, SdpaBackend(self.kv_cache, kind), sampler)
+            self.computation = Computation(model, SdpaBackend(self.kv_cache, kind), None)
+            model, backend, _ = self._group.lead(*self.computation)
+            return Runner(model, backend, sampler)
         from engine.attention.paged import PagedBackend
         from engine.cuda_runner import CudaRunner, DeviceProgress
         from engine.decode_graphs import DecodeGraphs
@@ -168,6 +211,8 @@ class Engine:
         progress = DeviceProgress(self.kv_cache.spec.num_layers, attention.device)
         with torch.inference_mode():
             graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size, progress.on_layer)
+        self.computation = Computation(model, attention, graphs)
+        model, attention, graphs = self._group.lead(model, attention, graphs)
         return CudaRunner(model, attention, sampler, graphs, progress, self.max_model_len, lambda: self.interrupted())
 
     # Requests
@@ -284,7 +329,10 @@ class Engine:
     # The step
 
     def step(self) -> StepOutput:
-        """Computes one step. If it fails, the requests in it end with an error and the engine goes on."""
+        """Computes one step. If it fails, the requests in it end with an error and the engine goes on.
+
+        Raises RankError if it cannot, because other ranks may have computed something else.
+        """
         started = time.monotonic()
         step = self._scheduler.schedule()
         outputs, self._pending = self._pending, []
@@ -293,6 +341,8 @@ class Engine:
         if step.entries:
             try:
                 result = self._runner.run(step.entries, self._hook(step))
+            except RankError:
+                raise
             except Exception as error:  # whatever the model or the hook raises
                 result = StepResult(errors={e.sequence.request_id: f"the step failed: {error!r}" for e in step.entries})
             outputs += self._book(step, result)

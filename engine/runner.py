@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from engine.request import TokenLogprob
 from engine.sampler import Sampled, Sampler, SamplerRow
 from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
+
+if TYPE_CHECKING:
+    from engine.decode_graphs import DecodeGraphs
 
 _SCORED_ROWS = 256  # prompt rows whose logits are held at once
 
@@ -32,6 +35,14 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [M, hidden] -> logits [M, vocabulary]."""
         ...
+
+
+class Computation(NamedTuple):
+    """What the runner of a device has steps computed by."""
+
+    model: Model
+    attention: AttentionBackend
+    graphs: "DecodeGraphs | None"
 
 
 @dataclass(slots=True)

@@ -70,6 +70,9 @@ def up(
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda for --aggregated workers.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(help="Processes that share the model of each --aggregated worker.  [default: 1]")
+    ] = None,
     dummy_seed: Annotated[int | None, typer.Option(help="Random weights from this seed, for benchmarks.")] = None,
     connector: Annotated[str | None, typer.Option(help="auto, shared_memory or zmq.")] = None,
     policy: Annotated[str | None, typer.Option(help="prefix, least_outstanding, round_robin or random.")] = None,
@@ -111,6 +114,7 @@ def up(
         threads=threads,
         dtype=dtype,
         device=device,
+        tensor_parallel=tensor_parallel,
         dummy_seed=dummy_seed,
         connector=connector,
         policy=policy,

@@ -57,6 +57,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     model_name: str = ""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
+    tensor_parallel: int = 1  # processes, ranks, that share a worker's model
     dummy_seed: int | None = None  # random weights instead of the folder's
     block_size: int = 16  # tokens
     kv_blocks: int = 0  # 0: as many as fit into kv_memory
@@ -88,6 +89,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_waiting": (1, _NO_LIMIT),
     "max_model_len": (0, _NO_LIMIT),
     "threads": (1, 1024),
+    "tensor_parallel": (1, 64),
     "dummy_seed": (0, (1 << 63) - 1),
     "drain_seconds": (0, 86400),
     "max_in_flight": (1, _NO_LIMIT),

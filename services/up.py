@@ -205,7 +205,8 @@ def _settings(options: UpOptions, workers: int) -> dict[str, Any]:
             settings |= {name: getattr(config, name) for name in shared}
         if isinstance(config, WorkerConfig):
             set_by_user = "threads" in given(kind, flags, options.config)
-            settings["threads"] = config.threads if set_by_user else max(1, available_cores() // workers)
+            computing = workers * config.tensor_parallel  # processes
+            settings["threads"] = config.threads if set_by_user else max(1, available_cores() // computing)
     return settings
 
 

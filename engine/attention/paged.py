@@ -5,15 +5,14 @@ device from step to step, so that only what is new in it is sent: a sequence kee
 blocks.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, HeadNorms, LayerKind, Span
+from engine.attention.table_rows import Addition, TableRows
 from engine.kernels.heads import prepare_heads
 from engine.kernels.paged_attention import paged_decode, paged_prefill, prefill_tile
 from engine.kv_cache import KVCache
@@ -27,38 +26,19 @@ class BlockTables:
 
     def __init__(self, rows: int, pages: int, device: str) -> None:
         self.tensor = torch.zeros((rows, pages), dtype=torch.int32, device=device)
-        self._free = list(range(rows))
-        # List, row and entries on the device, the oldest first. By identity of the list, which a sequence keeps and
-        # extends as long as it keeps its blocks.
-        self._known: OrderedDict[int, tuple[Any, int, int]] = OrderedDict()
+        self._rows = TableRows(rows)
 
     def rows_of(self, block_lists: Sequence[Sequence[int]]) -> IntArray:
-        """Row of each list, brought up to date. If there are none left, the lists not asked for longest lose theirs."""
-        if len(block_lists) > len(self.tensor):
-            raise ValueError(f"{len(block_lists)} sequences in a step; the block table has {len(self.tensor)} rows")
-        for blocks in block_lists:
-            if id(blocks) in self._known:
-                self._known.move_to_end(id(blocks))
-        missing = sum(id(blocks) not in self._known for blocks in block_lists)
-        while missing > len(self._free):
-            self._free.append(self._known.popitem(last=False)[1][1])
-        rows = np.empty(len(block_lists), dtype=np.int32)
-        changed: list[tuple[int, int, Sequence[int]]] = []
-        for i, blocks in enumerate(block_lists):
-            known = self._known.get(id(blocks))
-            row, count = (known[1], known[2]) if known is not None else (self._free.pop(), 0)
-            if len(blocks) > count:
-                changed.append((row, count, blocks[count:]))
-                self._known[id(blocks)] = (blocks, row, len(blocks))
-            rows[i] = row
-        if changed:
-            self._write(changed)
-        return rows
+        """Row of each list, brought up to date."""
+        rows, additions = self._rows.rows_of(block_lists)
+        if additions:
+            self._write(additions)
+        return np.array(rows, dtype=np.int32)
 
-    def _write(self, changed: list[tuple[int, int, Sequence[int]]]) -> None:
+    def _write(self, additions: list[Addition]) -> None:
         pages = self.tensor.shape[1]
-        places = np.concatenate([row * pages + start + np.arange(len(blocks)) for row, start, blocks in changed])
-        values = np.concatenate([np.asarray(blocks, dtype=np.int64) for _, _, blocks in changed])
+        places = np.concatenate([row * pages + start + np.arange(len(blocks)) for row, start, blocks in additions])
+        values = np.concatenate([np.asarray(blocks, dtype=np.int64) for _, _, blocks in additions])
         sent = torch.from_numpy(np.stack((places, values))).pin_memory().to(self.tensor.device, non_blocking=True)
         self.tensor.view(-1).index_copy_(0, sent[0], sent[1].int())
 

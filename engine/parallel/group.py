@@ -8,6 +8,7 @@ each step reads only a few rows of it, which is less work than one more sum.
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -17,9 +18,17 @@ from engine.config import ModelConfig, ModelError
 from engine.layers.linear import Linear
 from engine.weights.place import Place
 
+M = TypeVar("M")
+A = TypeVar("A")
+G = TypeVar("G")
+
 _TIMEOUT = timedelta(minutes=5)  # a rank that lags so far behind in a collective hangs
 # The name since torch 2.13; the older one is deprecated there.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RankError(RuntimeError):
+    """The ranks cannot go on together: their processes have to end."""
 
 
 class Group:
@@ -27,6 +36,16 @@ class Group:
 
     rank = 0
     size = 1
+
+    def join(self) -> None:
+        """Waits until all ranks have loaded their weights."""
+
+    def close(self) -> None:
+        """Ends what was begun for the group."""
+
+    def lead(self, model: M, attention: A, graphs: G) -> tuple[M, A, G]:
+        """What a runner is to use in their place, so that other ranks compute what it computes."""
+        return model, attention, graphs
 
     def add_product(self, stream: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
         """Adds to the stream [N, n], in place, the sum over the ranks of their products with their x [N, k]."""
@@ -49,30 +68,34 @@ ALONE = Group()
 
 
 class TensorParallelGroup(Group):
-    """One of `size` ranks: over gloo on CPU, over NCCL on CUDA devices, where rank r computes on device r."""
+    """One of `size` ranks: over gloo on CPU, over NCCL on CUDA devices, where rank r computes on device r.
 
-    def __init__(self, rank: int, size: int, device: str) -> None:
+    `meeting`: a file of nobody else, by which the ranks find each other on this machine.
+    """
+
+    def __init__(self, rank: int, size: int, device: str, meeting: Path) -> None:
         self.rank = rank
         self.size = size
+        self._meeting = meeting
         self._cuda = device == "cuda"
         if self._cuda:
             torch.cuda.set_device(rank)
 
-    def join(self, meeting: Path) -> None:
-        """Waits for the others. `meeting`: a file of nobody else, by which they find each other on this machine."""
+    def join(self) -> None:
+        """See `Group.join`."""
         # Nothing but loopback, unless somebody chose an interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if self._cuda else "gloo",
-            init_method=meeting.as_uri(),
+            init_method=self._meeting.as_uri(),
             rank=self.rank,
             world_size=self.size,
             timeout=_TIMEOUT,
             device_id=torch.device("cuda", self.rank) if self._cuda else None,
         )
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Ends the connections on CPU. On CUDA, where graphs may still hold them, they end with the process."""
         if not self._cuda and dist.is_initialized():
             dist.destroy_process_group()

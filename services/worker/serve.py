@@ -20,6 +20,7 @@ from engine.config import read_config
 from engine.engine import Engine, EngineConfig, StepOutput
 from engine.hashing import test_vector
 from engine.kv_cache import KVCacheSpec
+from engine.parallel.group import rank_config
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
@@ -96,8 +97,18 @@ class Worker:
             raise ConfigError(f"device {config.device}: KV can be moved between CPU workers only; run it as aggregated")
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
+        if config.tensor_parallel > 1 and config.role != "aggregated":
+            raise ConfigError(
+                f"tensor_parallel {config.tensor_parallel}: KV that is spread over ranks cannot be moved between "
+                "workers; run it as aggregated"
+            )
+        if config.device == "cuda" and torch.cuda.device_count() < config.tensor_parallel:
+            raise ConfigError(
+                f"tensor_parallel {config.tensor_parallel}: torch sees {torch.cuda.device_count()} CUDA devices here, "
+                "and each rank needs one"
+            )
         folder = Path(config.model)
-        model = read_config(folder)
+        model = rank_config(read_config(folder), config.tensor_parallel)
         dtype = getattr(torch, config.dtype)
         spec = KVCacheSpec(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype)
         num_blocks = config.kv_blocks or parse_bytes(config.kv_memory) // spec.block_bytes
@@ -117,11 +128,13 @@ class Worker:
                 vocab_size=_vocab_size(folder),
                 dtype=config.dtype,
                 device=config.device,
+                tensor_parallel=config.tensor_parallel,
                 threads=config.threads,
                 dummy_seed=config.dummy_seed,
                 allocate=(lambda size: segment.buffer) if segment is not None else None,
             ),
             LoadLog(),
+            self._on_crash,
         )
         log.info(
             "model loaded",
@@ -228,6 +241,7 @@ class Worker:
         tokens.close()
         self._events.close()
         await asyncio.to_thread(thread.stop)
+        await asyncio.to_thread(engine.close)
 
     def _secure(self, socket: zmq.Socket[bytes], server: bool) -> None:
         secure(socket, self._key, server=server)

@@ -59,5 +59,5 @@ def qwen3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def biased_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama with a bias in every projection."""
-    return save(tmp_path_factory.mktemp("biased"), "Llama", attention_bias=True, mlp_bias=True)
+    """Llama with a bias in every projection, and four KV heads."""
+    return save(tmp_path_factory.mktemp("biased"), "Llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4)

@@ -1,0 +1,64 @@
+"""A worker of two ranks answers what a worker of one does, and a rank that dies is a worker that dies."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+PROMPTS = ["The capital of France is", "one two three four five six seven eight nine ten " * 12, "Tandem"]
+COMMON = ("--aggregated", "1", "--dummy-seed", "5", "--threads", "1", "--max-batched-tokens", "40")
+
+
+def ask(cluster: Cluster, prompt: str, **more: Any) -> tuple[list[str], list[float]]:
+    body = {"model": cluster.model, "prompt": prompt, "max_tokens": 24, "logprobs": 1, "ignore_eos": True} | more
+    response = httpx.post(cluster.url + "/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    logprobs = response.json()["choices"][0]["logprobs"]
+    return logprobs["tokens"], logprobs["token_logprobs"]
+
+
+def all_answers(cluster: Cluster) -> list[tuple[list[str], list[float]]]:
+    greedy = [ask(cluster, prompt, temperature=0) for prompt in PROMPTS]
+    return greedy + [ask(cluster, prompt, temperature=1.0, seed=3, top_p=0.9) for prompt in PROMPTS]
+
+
+def ranks(worker: int) -> list[int]:
+    """Processes of other ranks that the worker has started."""
+    children = Path(f"/proc/{worker}/task").glob("*/children")
+    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    return [pid for pid in pids if b"engine.parallel.follow" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_two_ranks_answer_as_one_and_die_together(tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "tiny"))
+    one = start_cluster(tmp_path / "one", *COMMON, model=model)
+    try:
+        expected = all_answers(one)
+    finally:
+        stop_cluster(one)
+    two = start_cluster(tmp_path / "two", *COMMON, "--tensor-parallel", "2", model=model)
+    try:
+        found = all_answers(two)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        for (_, logprobs), (_, expected_logprobs) in zip(found, expected, strict=True):
+            assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+        two.wait_idle()
+        (rank,) = ranks(two.pids["aggregated-0"])
+        os.kill(rank, signal.SIGKILL)
+        assert two.wait_event("restarted", 30)["name"] == "aggregated-0"
+        assert f"rank 1 of 2 (process {rank}) was ended by signal 9" in two.log.read_text()
+        assert ask(two, PROMPTS[0], temperature=0) == found[0]
+    finally:
+        stop_cluster(two)
+
+
+def test_ranks_do_not_move_kv(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="no event 'ready'"):
+        start_cluster(tmp_path / "c", "--tensor-parallel", "2", model=str(tiny_model(tmp_path / "tiny")))
+    log = (tmp_path / "c" / "up.log").read_text()
+    assert "KV that is spread over ranks cannot be moved between workers; run it as aggregated" in log
