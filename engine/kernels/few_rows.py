@@ -1,7 +1,7 @@
-"""Products of a matrix and a few rows, 2 to 16, with the SiLU or the residual that follows.
+"""Products of a matrix and a few rows, 2 to 32, with the SiLU or the residual that follows.
 
 Such a product is bound by the reading of its weights, as that of one row is (`engine.kernels.matvec`), but tensor cores
-multiply: rows are padded to 16, their smallest tile.
+multiply: rows are padded to 16, their smallest tile, or 32.
 """
 
 import torch
@@ -10,8 +10,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.kernels.launch import launch_options
-
-MOST_ROWS = 16
 
 
 @triton.jit
@@ -23,6 +21,7 @@ def _few_rows(
     M,
     N,
     K,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
@@ -32,7 +31,7 @@ def _few_rows(
     PDL: tl.constexpr,
 ):
     """One program for COLUMNS columns of y, all rows. EVEN: N fits COLUMNS, and K fits DEPTH."""
-    rows = tl.arange(0, 16)
+    rows = tl.arange(0, ROWS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     inside = columns < N
@@ -40,8 +39,8 @@ def _few_rows(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    result = tl.zeros([16, COLUMNS], tl.float32)
-    up = tl.zeros([16, COLUMNS], tl.float32)
+    result = tl.zeros([ROWS, COLUMNS], tl.float32)
+    up = tl.zeros([ROWS, COLUMNS], tl.float32)
     x_places = x + rows[:, None] * K + depth[None, :]
     places = weight + columns[None, :].to(tl.int64) * K + depth[:, None]
     up_places = weight + (N + columns)[None, :].to(tl.int64) * K + depth[:, None]
@@ -83,7 +82,7 @@ def few_rows(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight.T + bias of at most 16 rows; weight [N, K], bias [N], all contiguous, float16 or bfloat16.
+    """x [M, K] @ weight.T + bias of at most 32 rows; weight [N, K], bias [N]; all contiguous, of one half-precision type.
 
     gated: weight and bias hold gate, then up, and silu(gate) * up is returned, [M, N / 2]. add_to [M, N]: the product
     is added to it, in place, and it is returned.
@@ -91,7 +90,7 @@ def few_rows(
     m = x.shape[0]
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     y = torch.empty((m, n), dtype=x.dtype, device=x.device) if add_to is None else add_to
-    columns, depth, warps, stages = tiles(n, k, gated)
+    columns, depth, warps, stages = tiles(k, gated)
     _few_rows[(triton.cdiv(n, columns),)](
         x,
         weight,
@@ -100,6 +99,7 @@ def few_rows(
         m,
         n,
         k,
+        16 if m <= 16 else 32,
         columns,
         depth,
         gated,
@@ -113,6 +113,6 @@ def few_rows(
     return y
 
 
-def tiles(n: int, k: int, gated: bool) -> tuple[int, int, int, int]:
-    """(columns of y and depth of the product that a program holds at once, warps, stages)."""
-    return 16, 256, 4, 4 if not gated else 3
+def tiles(k: int, gated: bool) -> tuple[int, int, int, int]:
+    """(columns of y and depth of the product that a program holds at once, warps, stages): the best on an H100."""
+    return 16, min(512, triton.next_power_of_2(k)), 2, 2 if gated else 3

@@ -32,19 +32,20 @@ def _places(
 
 @triton.jit
 def _scored(queries, k, scale, SOFTCAP: tl.constexpr):
-    """Scores of queries [Q, DIM] and keys [DIM, K] in units of log 2."""
-    scores = tl.dot(queries, k, input_precision="ieee") * scale
+    """(products [Q, K] of queries [Q, DIM] and keys [DIM, K], capped if asked; factor that makes them log2 weights)."""
+    scores = tl.dot(queries, k, input_precision="ieee")
     if SOFTCAP > 0:
-        scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / SOFTCAP)))
-    return scores * 1.4426950408889634  # log2(e): for exp2
+        scores = SOFTCAP * (1.0 - 2.0 / (1.0 + tl.exp(2.0 / SOFTCAP * scale * scores)))
+        return scores, 1.4426950408889634  # log2(e)
+    return scores, scale * 1.4426950408889634
 
 
 @triton.jit
-def _fold(scores, v, best, total, result):
+def _fold(scores, factor, v, best, total, result):
     """Takes scores [Q, K] of values v [K, DIM] into the softmax so far: its maximum, its sum, and the weighted sum."""
-    higher = tl.maximum(best, tl.max(scores, axis=1))
+    higher = tl.maximum(best, tl.max(scores, axis=1) * factor)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * factor - base[:, None])
     shrink = tl.exp2(best - base)
     total = total * shrink + tl.sum(p, axis=1)
     result = tl.dot(p.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
@@ -115,12 +116,12 @@ def _decode(
         place = _places(keys, valid, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
         k = tl.load(cache + place[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(queries.dtype)
         v = tl.load(cache + place[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(queries.dtype)
-        scores = _scored(queries, k, scale, SOFTCAP)
+        scores, factor = _scored(queries, k, scale, SOFTCAP)
         seen = valid
         if WINDOW > 0:
             seen = valid & (keys >= length - WINDOW)
         scores = tl.where(seen[None, :], scores, float("-inf"))
-        best, total, result = _fold(scores, v, best, total, result)
+        best, total, result = _fold(scores, factor, v, best, total, result)
     if SPLITS == 1:
         result = result / total[:, None]
         place = out + (row * HEADS + head[:, None]) * DIM + dims[None, :]
@@ -192,6 +193,7 @@ def paged_decode(
     page, kv_heads = cache.shape[1:3]
     sequences = len(rows)
     splits = decode_splits(sequences, kv_heads)
+    keys, warps, stages = decode_shape(dim)
     partial = torch.empty((sequences, heads, splits, dim) if splits > 1 else 0, dtype=torch.float32, device=q.device)
     weights = torch.empty((sequences, heads, splits, 2) if splits > 1 else 0, dtype=torch.float32, device=q.device)
     _decode[(sequences, kv_heads, splits)](
@@ -212,12 +214,12 @@ def paged_decode(
         max(16, triton.next_power_of_2(heads // kv_heads)),
         dim,
         page,
-        64 if dim <= 128 else 32,
+        keys,
         splits,
         window,
         softcap,
-        num_warps=4,
-        num_stages=3,
+        num_warps=warps,
+        num_stages=stages,
         **launch_options(),
     )
     if splits > 1:
@@ -279,27 +281,39 @@ def _prefill(
             keys = first + tl.arange(0, KEYS)
             at = _places(keys, keys >= 0, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
             k = tl.load(cache + at[None, :] + dims[:, None]).to(qs.dtype)
-            scores = _scored(qs, k, scale, SOFTCAP)
+            scores, factor = _scored(qs, k, scale, SOFTCAP)
             v = tl.load(cache + at[:, None] + DIM + dims[None, :]).to(qs.dtype)
-            best, total, result = _fold(scores, v, best, total, result)
+            best, total, result = _fold(scores, factor, v, best, total, result)
     for first in range(clear, position + count, KEYS):
         keys = first + tl.arange(0, KEYS)
         valid = keys < position + count
         at = _places(keys, valid, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
         k = tl.load(cache + at[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(qs.dtype)
-        scores = _scored(qs, k, scale, SOFTCAP)
+        scores, factor = _scored(qs, k, scale, SOFTCAP)
         seen = keys[None, :] <= position + queries[:, None]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > position + queries[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         v = tl.load(cache + at[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(qs.dtype)
-        best, total, result = _fold(scores, v, best, total, result)
+        best, total, result = _fold(scores, factor, v, best, total, result)
     tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 
 
 def prefill_tile(dim: int) -> int:
     """Query tokens of a tile."""
-    return 128 if dim <= 128 else 64
+    return prefill_shape(dim)[0]
+
+
+def prefill_shape(dim: int) -> tuple[int, int, int, int]:
+    """(query tokens and keys that a program holds at once, warps, stages)."""
+    if dim > 128:
+        return 64, 32, 8, 2
+    return 128, 64, 8 if dim > 64 else 4, 3
+
+
+def decode_shape(dim: int) -> tuple[int, int, int]:
+    """(keys that a program holds at once, warps, stages)."""
+    return 64 if dim <= 128 else 32, 4, 3
 
 
 def paged_prefill(
@@ -321,6 +335,7 @@ def paged_prefill(
     """
     heads, dim = q.shape[1:]
     page, kv_heads = cache.shape[1:3]
+    queries, keys, warps, stages = prefill_shape(dim)
     _prefill[(heads, len(tiles))](
         q,
         cache,
@@ -336,11 +351,11 @@ def paged_prefill(
         kv_heads,
         dim,
         page,
-        prefill_tile(dim),
-        64 if dim <= 128 else 32,
+        queries,
+        keys,
         window,
         softcap,
-        num_warps=8 if dim >= 128 else 4,
-        num_stages=3 if dim <= 128 else 2,
+        num_warps=warps,
+        num_stages=stages,
         **launch_options(),
     )

@@ -17,6 +17,7 @@ from torch.nn import functional
 from engine.layers.norm import RMSNorm
 
 _LONGEST_NORMED = 8192  # columns; the kernel for one row holds a vector that it norms as a whole
+_FEW_ROWS = 32  # more are faster by the library
 _PACKING_BATCH = 32  # oneDNN chooses the packed format for about this many rows
 
 
@@ -104,6 +105,10 @@ class WeightFormat:
         """x @ weight.T + bias, [M, in_features] to [M, out_features], in the type of x."""
         if linear.packed:
             return _multiply_packed(x, linear.packed[0], linear.bias)
+        if _is_few_rows(x):
+            from engine.kernels.few_rows import few_rows
+
+            return few_rows(x, linear.weight, linear.bias)
         return functional.linear(x, linear.weight, linear.bias)
 
     def multiply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -116,6 +121,10 @@ class WeightFormat:
             gate_bias, up_bias = (None, None) if linear.bias is None else linear.bias.chunk(2)
             gate = _multiply_packed(x, linear.packed[0], gate_bias, "swish")
             return gate.mul_(_multiply_packed(x, linear.packed[1], up_bias))
+        if _is_few_rows(x):
+            from engine.kernels.few_rows import few_rows
+
+            return few_rows(x, linear.weight, linear.bias, gated=True)
         both = self.multiply(linear, x)
         if both.is_cuda:
             from engine.kernels.activation import silu_mul
@@ -126,15 +135,24 @@ class WeightFormat:
 
     def add_product(self, linear: Linear, stream: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product to the stream [M, out_features], in place."""
-        if x.is_cuda and linear.bias is None:
+        if _is_few_rows(x):
+            from engine.kernels.few_rows import few_rows
+
+            few_rows(x, linear.weight, linear.bias, add_to=stream)
+        elif x.is_cuda and linear.bias is None:
             stream.addmm_(x, linear.weight.t())  # the library adds while it stores
         else:
             stream += self.multiply(linear, x)
 
 
 def _is_one_row(x: torch.Tensor) -> bool:
-    """Whether a kernel of ours is faster than the device's library."""
+    """Whether the kernel for one row is faster than the device's library."""
     return x.is_cuda and x.shape[0] == 1 and x.dtype != torch.float32
+
+
+def _is_few_rows(x: torch.Tensor) -> bool:
+    """Whether the kernel for few rows is faster than the device's library."""
+    return x.is_cuda and x.shape[0] <= _FEW_ROWS and x.dtype != torch.float32
 
 
 def _multiply_packed(

@@ -57,6 +57,25 @@ def test_matvec_with_norm_gate_and_residual(dtype, n: int, k: int) -> None:
     assert (matvec(x, weight, add_to=stream).double() - want).norm() < 1e-2 * want.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m", [2, 16, 17, 32])
+@pytest.mark.parametrize(("n", "k"), [(7, 100), (4096, 4096), (1001, 14336)])
+def test_few_rows_with_gate_and_residual(dtype, m: int, n: int, k: int) -> None:
+    from engine.kernels.few_rows import few_rows
+
+    functional = torch.nn.functional
+    x, weight, stream = (torch.randn(*shape, device="cuda").to(dtype) for shape in ((m, k), (2 * n, k), (m, 2 * n)))
+    bias = torch.randn(2 * n, device="cuda").to(dtype)
+    weight /= k**0.5
+    want = functional.linear(x.double(), weight.double(), bias.double())
+    assert (few_rows(x, weight, bias).double() - want).norm() < 1e-2 * want.norm()
+    gate, up = want.chunk(2, dim=-1)
+    gated = functional.silu(gate) * up
+    assert (few_rows(x, weight, bias, gated=True).double() - gated).norm() < 1e-2 * gated.norm()
+    want += stream.double()
+    assert (few_rows(x, weight, bias, add_to=stream).double() - want).norm() < 1e-2 * want.norm()
+
+
 def test_logits_in_bfloat16_are_near_those_of_float32() -> None:
     from bench.gpu_engine import SMALL, folder_of
     from engine.attention.base import LayerKind, Span
