@@ -82,7 +82,7 @@ def few_rows(
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K] @ weight.T + bias of at most 32 rows; weight [N, K], bias [N]; all contiguous, of one half-precision type.
+    """x [M, K] @ weight.T + bias of at most 32 rows; weight [N, K], bias [N], contiguous, in half precision.
 
     gated: weight and bias hold gate, then up, and silu(gate) * up is returned, [M, N / 2]. add_to [M, N]: the product
     is added to it, in place, and it is returned.
