@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.quantization.stored import FormatName, stored_format
+
 
 class ModelError(ValueError):
     """A model folder or file that cannot be served; the message names what is wrong and where."""
@@ -44,6 +46,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    quantization: FormatName | None = None  # of the linear layers' weights in the checkpoint
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -96,6 +99,7 @@ def parse_config(config: dict[str, Any], eos: int | list[int] | None, *, source:
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
         eos_token_ids=tuple(eos_token_ids),
+        quantization=_quantization(config.get("quantization_config"), source),
     )
 
 
@@ -106,10 +110,17 @@ def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
         raise ModelError(f"{source}: only full attention is supported, no sliding window or other kinds of layer")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{source}: activation {config['hidden_act']!r} is not supported, only silu")
-    if config.get("quantization_config"):
-        raise ModelError(
-            f"{source}: quantised checkpoints are not supported; take float32, bfloat16, float16 or a GGUF"
-        )
+
+
+def _quantization(stored: Any, source: str) -> FormatName | None:
+    if stored is None:
+        return None
+    if not isinstance(stored, dict):
+        raise ModelError(f"{source}: `quantization_config` must be an object, not {stored!r}")
+    try:
+        return stored_format(stored)
+    except ValueError as error:
+        raise ModelError(f"{source}: `quantization_config`: {error}") from error
 
 
 def _positive(value: Any, what: str) -> float:
@@ -178,12 +189,12 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def fingerprint(folder: Path, dtype: str) -> str:
-    """Identity of configuration, weights and dtype: equal on every machine, other for other KV bytes.
+def fingerprint(folder: Path, dtype: str, quantization: str = "auto") -> str:
+    """Identity of configuration, weights and what is made of them: equal on every machine, other for other KV bytes.
 
     Of each tensor its name, type, shape, first, middle and last bytes count: cheap, and fine-tuning changes them.
     """
-    digest = hashlib.sha256(f"tandem-model-2\0{dtype}\0".encode())
+    digest = hashlib.sha256(f"tandem-model-3\0{dtype}\0{quantization}\0".encode())
     digest.update(json.dumps(_read_json(folder / "config.json"), sort_keys=True).encode())
     for path in weight_files(folder):
         with path.open("rb") as file:

@@ -45,6 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # tokens; None: what the model was made for
     vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
     dtype: str = "float32"
+    quantization: str = "auto"  # of linear layers: as in the checkpoint; or "fp8": rounded while loading
     device: str = "cpu"
     tensor_parallel: int = 1  # ranks, processes with a share of the model each; `kv_memory` and `threads` are of each
     threads: int | None = None  # None: leave torch's default
@@ -169,12 +170,13 @@ class Engine:
             folder,
             dtype=getattr(torch, config.dtype),
             device=config.device,
+            quantization=config.quantization,
             dummy_seed=config.dummy_seed,
             group=group,
             progress=progress,
         )
         group.join()
-        identity = fingerprint(folder, config.dtype)
+        identity = fingerprint(folder, config.dtype, config.quantization)
         if config.dummy_seed is not None:
             identity += f"-dummy-{config.dummy_seed}"
         return cls(model, model_config, identity, config, group)

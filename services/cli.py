@@ -69,6 +69,9 @@ def up(
     max_running: Annotated[int | None, typer.Option(help="Requests computed at once.  [default: 64]")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8: round weights while loading.  [default: auto, as they are stored]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda for --aggregated workers.")] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(help="Processes that share the model of each --aggregated worker.  [default: 1]")
@@ -113,6 +116,7 @@ def up(
         max_running=max_running,
         threads=threads,
         dtype=dtype,
+        quantization=quantization,
         device=device,
         tensor_parallel=tensor_parallel,
         dummy_seed=dummy_seed,

@@ -19,6 +19,7 @@ def _matvec(
     x,
     norm_weight,
     weight,
+    weight_scale,
     bias,
     y,
     eps,
@@ -30,6 +31,7 @@ def _matvec(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -72,6 +74,10 @@ def _matvec(
         result = tl.sum(total, axis=1)
         if GATED:
             up = tl.sum(total_up, axis=1)
+    if SCALED:
+        result *= tl.load(weight_scale + rows, mask=inside, other=0.0)
+        if GATED:
+            up *= tl.load(weight_scale + N + rows, mask=inside, other=0.0)
     if BIAS:
         result += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
         if GATED:
@@ -90,12 +96,15 @@ def matvec(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    weight_scale: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [1, K] @ weight.T + bias, summed in float32; weight [N, K], bias [N], all contiguous and of one dtype.
+    """x [1, K] @ weight.T + bias, summed in float32; weight [N, K], bias [N], all contiguous.
 
+    x and bias have one dtype, and the weight has it too or is quantised: float8_e4m3fn or int8, with a `weight_scale`
+    float32 [N, 1] for its rows; x is not rounded then.
     norm: weight [K] and epsilon of an RMS norm that x goes through first; K is at most 8192. gated: weight
     and bias hold gate, then up, and silu(gate) * up is returned, [1, N / 2]. add_to [1, N]: the product is added to it,
     in place, and it is returned.
@@ -104,11 +113,12 @@ def matvec(
     y = torch.empty((1, n), dtype=x.dtype, device=x.device) if add_to is None else add_to
     columns = triton.next_power_of_2(k) if norm is not None else min(_PIECE, triton.next_power_of_2(k))
     norm_weight, eps = norm if norm is not None else (x, 0.0)
-    rows = rows_of_a_program(columns, gated)
+    rows = rows_of_a_program(columns * weight.itemsize, gated)
     _matvec[(triton.cdiv(n, rows),)](
         x,
         norm_weight,
         weight,
+        weight if weight_scale is None else weight_scale,
         weight if bias is None else bias,
         y,
         eps,
@@ -120,6 +130,7 @@ def matvec(
         norm is not None,
         gated,
         add_to is not None,
+        weight_scale is not None,
         bias is not None,
         num_warps=4,
         num_stages=2,
@@ -128,6 +139,6 @@ def matvec(
     return y
 
 
-def rows_of_a_program(columns: int, gated: bool) -> int:
+def rows_of_a_program(row_bytes: int, gated: bool) -> int:
     """Rows of y that a program computes: as many as keep the weights that it holds at once within 16 KiB or so."""
-    return max(1, 8192 // columns // (2 if gated else 1))
+    return max(1, 16384 // row_bytes // (2 if gated else 1))

@@ -38,7 +38,7 @@ class Linear(nn.Module):
         self.parts = parts
         self.format = WeightFormat()
         self.weight = nn.Parameter(torch.empty(sum(parts), in_features), requires_grad=False)
-        self.weight_scale = None
+        self.register_parameter("weight_scale", None)
         self.bias = nn.Parameter(torch.empty(sum(parts)), requires_grad=False) if bias else None
         self.packed: list[torch.Tensor] = []
 
@@ -68,7 +68,7 @@ class Linear(nn.Module):
         """By a kernel for one row and weights of any format, which does in passing what stands before and after it."""
         from engine.kernels.matvec import matvec
 
-        return matvec(x, self.weight, self.bias, **fused)
+        return matvec(x, self.weight, self.bias, weight_scale=self.weight_scale, **fused)
 
 
 class GatedLinear(Linear):

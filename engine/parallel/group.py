@@ -59,7 +59,7 @@ class Group:
         """Where this rank's part of a checkpoint's tensor goes.
 
         `dim` is the one that the ranks split; None: each has all. Along the inputs, 1, products are added up: then a
-        bias, which has none, counts on rank 0 alone.
+        bias, which has none, counts on rank 0 alone, and the scales of a quantised weight's rows, [n, 1], on each.
         """
         return Place(parameter)
 
@@ -124,7 +124,7 @@ class TensorParallelGroup(Group):
 
     def place(self, parameter: torch.Tensor, dim: int | None) -> Place:
         """See `Group.place`."""
-        if dim is None or (dim == parameter.dim() and self.rank == 0):
+        if dim is None or (dim == parameter.dim() and self.rank == 0) or parameter.shape[dim:] == (1,):
             return Place(parameter)
         if dim == parameter.dim():
             return Place(parameter.zero_()[:0], total=len(parameter))

@@ -8,11 +8,11 @@ from engine.config import ModelConfig, ModelError, read_config, weight_files
 from engine.layers.decoder import Decoder
 from engine.models.registry import model_class
 from engine.parallel.group import ALONE, Group, rank_config
+from engine.quantization.choose import quantise, weight_format
+from engine.quantization.places import is_unused_scale, rounded_places, scale_place, weight_scale_name
 from engine.weights.place import Place
 from engine.weights.read import Progress, read_tensors
 from engine.weights.safetensors_file import StoredTensor, stored_tensors
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def load_model(
@@ -20,6 +20,7 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    quantization: str = "auto",
     dummy_seed: int | None = None,
     group: Group = ALONE,
     progress: Progress = lambda done, total, name: None,
@@ -32,18 +33,20 @@ def load_model(
     family = model_class(config)
     with torch.device("meta"):
         model = family(config, group)
-    model = model.to(dtype).to_empty(device=device).eval()
+    model = model.to(dtype)
+    if (chosen := weight_format(config.quantization, quantization, dtype, device)) is not None:
+        quantise(model, chosen)
+    model = model.to_empty(device=device).eval()
     if dummy_seed is not None:
-        _randomise(model, dummy_seed)
+        _randomise(rounded_places(model.places()), dummy_seed)
     else:
         read_tensors(_places(model, folder), progress)
     model.finish_loading(device)
     return model, config
 
 
-def _randomise(model: Decoder, seed: int) -> None:
+def _randomise(places: dict[str, Place], seed: int) -> None:
     """Seeded normal weights of a size that keeps activations tame; norms 1."""
-    places = model.places()
     device = next(iter(places.values())).destination.device
     generator = torch.Generator(device).manual_seed(seed)
     for name, place in places.items():
@@ -59,18 +62,24 @@ def _places(model: Decoder, folder: Path) -> list[tuple[StoredTensor, Place]]:
     paths = weight_files(folder)
     if not paths:
         raise ModelError(f"{folder} holds no .safetensors file")
-    missing = model.places()
+    quantised = model.config.quantization is not None
+    missing = model.places() if quantised else rounded_places(model.places())
     pairs = []
     for tensor in (tensor for path in paths for tensor in stored_tensors(path)):
         what = f"{tensor.path}: tensor {tensor.name}"
         ignored = tensor.name == "lm_head.weight" and model.config.tie_word_embeddings
-        if ignored or tensor.name.endswith("rotary_emb.inv_freq"):
+        if ignored or tensor.name.endswith("rotary_emb.inv_freq") or (quantised and is_unused_scale(tensor.name)):
             continue
-        place = missing.pop(tensor.name, None)
+        name = weight_scale_name(tensor.name)
+        place = missing.pop(name, None)
         if place is None:
             raise ModelError(f"{what} has no place in a {model.config.architecture}, or comes twice")
-        if tensor.dtype not in _FLOATS:
-            raise ModelError(f"{what} has type {tensor.dtype}; float32, bfloat16 and float16 are supported")
+        if name.endswith(".weight_scale"):
+            place = scale_place(place, tensor.shape)
+        if tensor.dtype not in place.dtypes:
+            raise ModelError(
+                f"{what} has type {tensor.dtype}; here it must be one of {', '.join(map(str, place.dtypes))}"
+            )
         if tensor.shape != place.shape:
             raise ModelError(f"{what} has shape {list(tensor.shape)}, the configuration needs {list(place.shape)}")
         pairs.append((tensor, place))

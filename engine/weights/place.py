@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True)
 class Place:
@@ -25,6 +27,11 @@ class Place:
         if self.total is not None:
             shape[self.dim] = self.total
         return tuple(shape)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """That the tensor in the checkpoint may have."""
+        return FLOATS if self.destination.dtype in (*FLOATS, torch.float64) else (self.destination.dtype,)
 
     @property
     def rows(self) -> range:

@@ -97,7 +97,7 @@ def _cut(tensor: StoredTensor, place: Place) -> Iterator[_Piece]:
     rows = place.rows
     if not tensor.size or not rows:
         return
-    row_bytes = tensor.size // tensor.shape[0]
+    row_bytes = tensor.size // tensor.shape[0] if tensor.shape else tensor.size
     step = max(1, _PIECE // row_bytes)
     for first in range(rows.start, rows.stop, step):
         yield _Piece(tensor, place, first, min(step, rows.stop - first), row_bytes)

@@ -127,6 +127,7 @@ class Worker:
                 max_model_len=config.max_model_len or None,
                 vocab_size=_vocab_size(folder),
                 dtype=config.dtype,
+                quantization=config.quantization,
                 device=config.device,
                 tensor_parallel=config.tensor_parallel,
                 threads=config.threads,

@@ -269,7 +269,7 @@ def test_both_ways_to_write_rope() -> None:
         ({"use_sliding_window": True, "sliding_window": 128}, "only full attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "only full attention"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not supported"),
     ],
 )
 def test_configurations_that_are_refused(changes: dict[str, object], message: str) -> None:

@@ -1,0 +1,62 @@
+"""FP8 (e4m3) weights and activations: each row of the weight and each token has a scale (Micikevicius et al., 2022)."""
+
+import torch
+
+from engine.layers.linear import Linear
+from engine.quantization.format import QuantisedFormat
+from engine.quantization.rounding import round_rows
+
+
+class Fp8(QuantisedFormat):
+    """On CUDA devices of compute capability 8.9 and newer, in bfloat16: the tensor cores multiply in FP8."""
+
+    name = "fp8"
+    dtype = torch.float8_e4m3fn
+    multiple = 16  # what the library asks for
+
+    def pack(self, linear: Linear) -> None:
+        """The weight is multiplied as it lies."""
+
+    def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See `WeightFormat.multiply`. Of infinities and NaN in a row of x the whole row of the product is NaN."""
+        from engine.kernels.fp8 import round_tokens
+
+        assert linear.weight_scale is not None
+        rounded, scale = round_tokens(x)
+        product: torch.Tensor = torch._scaled_mm(
+            rounded,
+            linear.weight.t(),
+            scale,
+            linear.weight_scale.t(),
+            bias=linear.bias,
+            out_dtype=x.dtype,
+            use_fast_accum=True,
+        )
+        return product
+
+
+class Fp8Reference(QuantisedFormat):
+    """On CPU: weights and tokens are rounded alike, but multiplied in the model's type, and take as much memory."""
+
+    name = Fp8.name
+    dtype = Fp8.dtype
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def pack(self, linear: Linear) -> None:
+        """See `WeightFormat.pack`."""
+        self._unpack(linear, self._dtype)
+        super().pack(linear)
+
+    def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See `WeightFormat.multiply`."""
+        return super().multiply(linear, self._rounded(x))
+
+    def multiply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See `WeightFormat.multiply_gated`; without packed weights it comes to `multiply`, which rounds."""
+        return super().multiply_gated(linear, self._rounded(x) if linear.packed else x)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        rounded, scale = round_rows(x, self.dtype)
+        return (rounded.float() * scale).to(x.dtype)

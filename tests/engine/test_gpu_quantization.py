@@ -1,0 +1,133 @@
+"""Weights of eight bits on a CUDA device: `deploy/test-gpu.sh` runs these where there is one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.attention.base import LayerKind, Span
+from engine.engine import Engine, EngineConfig
+from engine.kv_cache import KVCache, KVCacheSpec
+from engine.layers.linear import GatedLinear, Linear
+from engine.quantization.choose import weight_format
+from engine.quantization.rounding import round_rows
+from engine.request import SamplingParams
+from engine.weights.load import load_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+]
+SHAPES = [(4096, 6144), (4096, 28672), (14336, 4096), (4096, 4096)]  # inputs and outputs of a layer of an 8B model
+
+
+def quantised(linear: Linear, weight: torch.Tensor, name: str) -> Linear:
+    """The linear layer on the device, holding `weight` in the format."""
+    linear = linear.to("cuda", torch.bfloat16)
+    chosen = weight_format(None, name, torch.bfloat16, "cuda")
+    assert chosen is not None
+    chosen.allocate(linear)
+    assert linear.weight_scale is not None
+    for parameter, values in zip((linear.weight, linear.weight_scale), round_rows(weight, chosen.dtype), strict=True):
+        parameter.copy_(values)
+    linear.pack()
+    return linear
+
+
+def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of Frobenius norms."""
+    return float((got.float() - wanted).norm() / wanted.norm())
+
+
+def test_tokens_are_rounded_as_on_the_cpu() -> None:
+    from engine.kernels.fp8 import round_tokens
+
+    x = torch.randn(70, 1536, device="cuda").bfloat16()
+    x[3] = 0
+    x[4] *= 1e6
+    rounded, scale = round_tokens(x)
+    wanted, wanted_scale = round_rows(x, torch.float8_e4m3fn)
+    torch.testing.assert_close(scale, wanted_scale, rtol=1e-6, atol=0)
+    # Where the division is rounded otherwise, a number between two may go to the other one.
+    same = rounded.view(torch.uint8) == wanted.view(torch.uint8)
+    assert same.float().mean() > 0.999
+    assert ((rounded.float() - wanted.float()).abs() <= wanted.float().abs() / 7).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_no_numbers_stay_so(value: float) -> None:
+    linear = quantised(Linear(256, 64), torch.randn(64, 256, device="cuda"), "fp8")
+    x = torch.randn(3, 256, device="cuda").bfloat16()
+    x[1, 100] = value
+    assert linear(x).isfinite().all(dim=1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 1000])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_fp8_product_is_near_that_of_float32(rows: int, shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(shape[1], shape[0], device="cuda") * 0.02, torch.randn(rows, shape[0], device="cuda")
+    linear = Linear(*shape, bias=bias)
+    if bias:
+        linear.bias.normal_()
+    linear = quantised(linear, weight, "fp8")
+    x = x.bfloat16()
+    wanted = torch.nn.functional.linear(x.double(), weight.double(), None if not bias else linear.bias.double()).float()
+    assert distance(linear(x), wanted) < 0.045  # a factor is off by up to 1/16; a row alone keeps x as it is
+    stream = torch.randn(rows, shape[1], device="cuda").bfloat16()
+    before = stream.float()
+    linear.add_to(stream, x)
+    assert distance(stream.float() - before, wanted) < 0.05
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_gated_product_of_a_normed_stream(rows: int) -> None:
+    from engine.layers.norm import RMSNorm
+
+    torch.manual_seed(0)
+    weight, x = torch.randn(28672, 4096, device="cuda") * 0.02, torch.randn(rows, 4096, device="cuda").bfloat16()
+    linear = quantised(GatedLinear(4096, 14336, 14336), weight, "fp8")
+    norm = RMSNorm(4096, 1e-5).to("cuda", torch.bfloat16)
+    both = torch.nn.functional.rms_norm(x.float(), (4096,), norm.weight.float(), 1e-5) @ weight.T
+    gate, up = both.chunk(2, dim=1)
+    assert distance(linear.of_normed(norm, x), torch.nn.functional.silu(gate) * up) < 0.07
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    """[300, vocab] of a prompt, computed on the device."""
+    from engine.attention.paged import PagedBackend
+
+    model, config = load_model(folder, device="cuda", **options)
+    spec = KVCacheSpec(config.num_layers, 16, config.num_kv_heads, config.head_dim, options["dtype"])
+    backend = PagedBackend(KVCache(spec, 20, device="cuda"), LayerKind(config.num_heads, config.head_dim**-0.5), 4, 20)
+    with torch.inference_mode():
+        context = backend.plan([Span(list(range(20)), 0, 300)])
+        tokens = torch.arange(300, device="cuda") % 1000
+        return model.logits(model.forward(tokens, context.positions, context)).float()
+
+
+@pytest.mark.parametrize("family", ["llama-8b", "qwen3-0.6b"])
+def test_logits_are_near_those_of_float32(family: str) -> None:
+    from bench.gpu_engine import SMALL, folder_of
+
+    folder = folder_of(SMALL[family])
+    plain = logits(folder, dtype=torch.float32, dummy_seed=3)
+    assert 0.005 < distance(logits(folder, dtype=torch.bfloat16, dummy_seed=3, quantization="fp8"), plain) < 0.2
+
+
+def test_an_engine_with_graphs_repeats_itself() -> None:
+    from bench.gpu_engine import SMALL, folder_of, generate
+
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", quantization="fp8", dummy_seed=5, num_blocks=200, max_running=8
+    )
+    engine = Engine.build(folder_of(SMALL["llama-8b"]), config)
+    prompts = [[7 * i + j for j in range(20 + i)] for i in range(8)]
+    sampling = [SamplingParams(max_tokens=16, temperature=0.0)] * len(prompts)
+    first = generate(engine, prompts, sampling)
+    engine.clear_cache()
+    assert generate(engine, prompts, sampling) == first
+    assert all(len(tokens) == 16 for tokens in first)

@@ -1,0 +1,313 @@
+"""Weights of eight bits: what is lost, which checkpoints load, what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.attention.base import AttentionContext
+from engine.config import ModelError, fingerprint, parse_config
+from engine.engine import Engine, EngineConfig
+from engine.layers.linear import GatedLinear, Linear
+from engine.parallel.group import TensorParallelGroup
+from engine.quantization.choose import weight_format
+from engine.quantization.fp8 import Fp8, Fp8Reference
+from engine.quantization.rounding import round_rows
+from engine.request import Request, SamplingParams
+from engine.text.tokenizer import Tokenizer
+from engine.weights.load import load_model
+from engine.weights.resolve import resolve
+
+FP8 = torch.float8_e4m3fn
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+ACTIVATIONS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+GROUP = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACTIVATIONS, "output_activations": None}
+BY_CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": GROUP},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+BY_TENSOR = BY_CHANNEL | {"config_groups": {"group_0": GROUP | {"weights": WEIGHTS | {"strategy": "tensor"}}}}
+DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+class DenseCausal(AttentionContext):
+    """Attention over one sequence from position 0, without a cache."""
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    """[200, vocab] of a seeded prompt."""
+    model, config = load_model(folder, **options)
+    tokens = torch.randint(3, config.vocab_size, (200,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return model.logits(model(tokens, torch.arange(200), DenseCausal())).float()
+
+
+def distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of Frobenius norms."""
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def is_quantised(name: str) -> bool:
+    """Whether a checkpoint's tensor is the weight of a linear layer that is not the output."""
+    return name.endswith("_proj.weight")
+
+
+def write_quantised(
+    source: Path, folder: Path, stored: dict[str, Any], *, by_tensor: bool, shape: tuple[int, ...], suffix: str = ""
+) -> Path:
+    """The model of `source` in FP8 as `stored` says: scales of `shape`, -1 being the rows, named with `suffix`."""
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if is_quantised(name):
+            rows = tensor.reshape(1, -1) if by_tensor else tensor
+            rounded, scale = round_rows(rows, FP8)
+            tensors[name] = rounded.reshape(tensor.shape)
+            tensors[f"{name}_scale{suffix}"] = scale.reshape(shape)
+            if stored.get("activation_scheme") == "static":
+                tensors[name.replace(".weight", ".input_scale")] = torch.tensor(0.02)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_rows_are_rounded_to_the_nearest_number() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(50, 300) * torch.logspace(-6, 6, 50).unsqueeze(1)
+    rows[7] = 0
+    for dtype in (FP8, torch.int8):
+        rounded, scale = round_rows(rows, dtype)
+        assert rounded.dtype == dtype and scale.shape == (50, 1)
+        error = (rounded.double() * scale - rows.double()).abs()
+        # Half a step: of floats with three bits behind the point, below the least exponent of a fixed size.
+        bound = torch.maximum(rows.abs() / 16, scale * 2**-10) if dtype == FP8 else scale / 2
+        assert (error <= bound * 1.0001).all()
+        assert (rounded.double().abs().amax(dim=1) == (448 if dtype == FP8 else 127)).sum() == 49
+        assert not rounded[7].double().any()
+
+
+def test_rows_with_infinities_are_no_numbers_and_leave_others_alone() -> None:
+    rows = torch.ones(3, 4)
+    rows[0, 1], rows[1, 2] = torch.inf, torch.nan
+    rounded, scale = round_rows(rows, FP8)
+    assert [bool(row) for row in (rounded.float() * scale).isfinite().all(dim=1)] == [False, False, True]
+
+
+def test_a_product_loses_a_few_percent() -> None:
+    torch.manual_seed(0)
+    linear, x = Linear(1024, 300), torch.randn(50, 1024)
+    linear.weight.data.normal_(0, 0.02)
+    wanted = x @ linear.weight.T
+    weight = linear.weight.clone()
+    Fp8Reference(torch.float32).allocate(linear)
+    for place, values in zip((linear.weight, linear.weight_scale), round_rows(weight, FP8), strict=True):
+        place.copy_(values)
+    linear.pack()
+    assert 0.02 < distance(linear(x), wanted) < 0.045  # each of the factors is off by up to 1/16, evenly spread
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "biased"])
+def test_logits_are_near_those_of_float32(family: str, request: pytest.FixtureRequest) -> None:
+    """Weights drawn at random average nothing out: what is lost in a product adds up through the layers."""
+    folder = request.getfixturevalue(f"{family}_folder")
+    assert 0.01 < distance(logits(folder, quantization="fp8"), logits(folder)) < 0.2
+
+
+def test_smollm2_predicts_as_well_and_mostly_the_same() -> None:
+    folder = resolve()
+    text = "The capital of France is Paris. Its most famous sights are the Eiffel Tower and the Louvre, a museum. " * 3
+    tokens = torch.tensor(Tokenizer.from_folder(folder).encode_template(text)[:60])
+    best, loss = [], []
+    for quantization in ("auto", "fp8"):
+        model, _ = load_model(folder, quantization=quantization)
+        with torch.inference_mode():
+            found = model.logits(model(tokens, torch.arange(len(tokens)), DenseCausal()))
+        best.append(found.argmax(dim=1))
+        loss.append(float(torch.nn.functional.cross_entropy(found[:-1], tokens[1:])))
+    assert (best[0] == best[1]).float().mean() > 0.8
+    assert abs(loss[1] - loss[0]) < 0.1
+
+
+@pytest.mark.parametrize("kind", [Linear, GatedLinear])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_do_not_depend_on_the_batch(kind: type[Linear], bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = kind(96, 80, 80, bias=bias)
+    if bias:
+        linear.bias.normal_()
+    Fp8Reference(torch.float32).allocate(linear)
+    rounded, scale = round_rows(torch.randn(160, 96), FP8)
+    linear.weight.copy_(rounded)
+    linear.weight_scale.copy_(scale)
+    linear.pack()
+    x = torch.randn(70, 96)
+    whole = linear(x)
+    for size in (1, 2, 3, 17, 33):
+        assert torch.equal(linear(x[:size]), whole[:size])
+        assert torch.equal(linear(x[-size:]), whole[-size:])
+
+
+@pytest.mark.parametrize(
+    ("stored", "by_tensor", "shape", "suffix"),
+    [
+        (BY_CHANNEL, False, (-1, 1), ""),
+        (BY_CHANNEL, False, (-1,), ""),
+        (BY_TENSOR, True, (1,), ""),
+        (DYNAMIC, True, (), ""),
+        (DYNAMIC, True, (1,), "_inv"),
+        (STATIC, True, (), ""),
+    ],
+)
+def test_stored_weights_are_loaded_as_they_are(
+    qwen2_folder: Path, tmp_path: Path, stored: dict[str, Any], by_tensor: bool, shape: tuple[int, ...], suffix: str
+) -> None:
+    folder = write_quantised(qwen2_folder, tmp_path / "q", stored, by_tensor=by_tensor, shape=shape, suffix=suffix)
+    model, config = load_model(folder, dtype=torch.bfloat16)
+    assert config.quantization == "fp8"
+    file = load_file(folder / "model.safetensors")
+
+    def plain(name: str) -> torch.Tensor:
+        values = file[name].float()
+        return (values * file[f"{name}_scale{suffix}"].reshape(-1, 1)).bfloat16() if is_quantised(name) else values
+
+    for number, layer in enumerate(model.layers):
+        prefix = f"model.layers.{number}."
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = torch.cat([plain(f"{attention}{part}_proj.weight") for part in "qkv"])
+        assert torch.equal(layer.attention.qkv.weight, qkv)
+        assert torch.equal(layer.attention.output.weight, plain(f"{attention}o_proj.weight"))
+        assert torch.equal(
+            layer.mlp.gate_up.weight, torch.cat([plain(f"{mlp}{n}_proj.weight") for n in ("gate", "up")])
+        )
+        assert torch.equal(layer.mlp.down.weight, plain(f"{mlp}down_proj.weight"))
+    assert torch.equal(model.lm_head.weight, file["lm_head.weight"].bfloat16())
+
+
+def test_stored_and_rounded_while_loading_are_the_same(qwen3_folder: Path, tmp_path: Path) -> None:
+    folder = write_quantised(qwen3_folder, tmp_path / "q", BY_CHANNEL, by_tensor=False, shape=(-1, 1))
+    assert torch.equal(logits(folder), logits(qwen3_folder, quantization="fp8"))
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_ranks_load_their_shares_and_scales(biased_folder: Path, tmp_path: Path, is_stored: bool) -> None:
+    folder = biased_folder
+    if is_stored:
+        folder = write_quantised(folder, tmp_path / "q", BY_CHANNEL, by_tensor=False, shape=(-1, 1))
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": "fp8"}
+    whole, _ = load_model(folder, **options)
+    shares = [load_model(folder, group=TensorParallelGroup(rank, 2, "cpu"), **options)[0] for rank in (0, 1)]
+    for layer, *parts in zip(whole.layers, *(share.layers for share in shares), strict=True):
+        gates, ups = zip(*(part.mlp.gate_up.weight.chunk(2) for part in parts), strict=True)
+        assert torch.equal(torch.cat((*gates, *ups)), layer.mlp.gate_up.weight)
+        down = torch.cat([part.mlp.down.weight for part in parts], dim=1)
+        if is_stored:
+            assert torch.equal(down, layer.mlp.down.weight)
+        else:  # each rank rounds its columns alone, with finer scales
+            assert distance(down.float(), layer.mlp.down.weight.float()) < 0.05
+
+
+def test_dummy_weights_are_rounded_too(llama_folder: Path) -> None:
+    plain = logits(llama_folder, dummy_seed=3)
+    assert 0.005 < distance(logits(llama_folder, dummy_seed=3, quantization="fp8"), plain) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "'gptq' are not supported"),
+        ({"bits": 4}, "None are not supported"),
+        ("fp8", "must be an object"),
+        (DYNAMIC | {"weight_block_size": [128, 128]}, r"`weight_block_size` \[128, 128\] is not supported"),
+        (DYNAMIC | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.down_proj"]}, "0.mlp.down_proj' is not"),
+        (BY_CHANNEL | {"ignore": ["lm_head", "re:.*self_attn.*"]}, "re:.*self_attn.*' is not quantised"),
+        (BY_CHANNEL | {"config_groups": {"a": GROUP, "b": GROUP}}, "must have one group"),
+        (BY_CHANNEL | {"config_groups": {"a": GROUP | {"targets": ["q_proj"]}}}, "targets"),
+        (BY_CHANNEL | {"config_groups": {"a": GROUP | {"input_activations": None}}}, "both be quantised"),
+        (BY_CHANNEL | {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"num_bits": 4}}}}, "eight bits"),
+        (BY_CHANNEL | {"config_groups": {"a": GROUP | {"weights": WEIGHTS | {"strategy": "group"}}}}, "by 'group'"),
+        (BY_CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "`sparsity_config`"),
+    ],
+)
+def test_other_checkpoints_are_refused(qwen2_folder: Path, stored: Any, message: str) -> None:
+    config = json.loads((qwen2_folder / "config.json").read_text()) | {"quantization_config": stored}
+    with pytest.raises(ModelError, match=f"here: .*{message}"):
+        parse_config(config, None, source="here")
+
+
+def test_checkpoints_that_are_not_what_they_say(qwen2_folder: Path, tmp_path: Path) -> None:
+    folder = write_quantised(qwen2_folder, tmp_path / "q", BY_CHANNEL, by_tensor=False, shape=(-1, 1))
+    config = (folder / "config.json").read_text()
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def refused(message: str, config: str, tensors: dict[str, torch.Tensor]) -> None:
+        (folder / "config.json").write_text(config)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            load_model(folder)
+
+    refused(
+        "up_proj.weight has type torch.bfloat16; .* torch.float8", config, tensors | {name: tensors[name].bfloat16()}
+    )
+    refused("weight_scale has no place in a Qwen2", (qwen2_folder / "config.json").read_text(), tensors)
+    refused(
+        "1 tensors are missing, such as .*up_proj.weight_scale",
+        config,
+        {key: value for key, value in tensors.items() if key != f"{name}_scale"},
+    )
+    refused(r"up_proj.weight_scale has shape \[2, 1\]", config, tensors | {f"{name}_scale": torch.ones(2, 1)})
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(ModelError, match="holds fp8 weights, which cannot become int8"):
+        weight_format("fp8", "int8", torch.float32, "cpu")
+    with pytest.raises(ModelError, match=r"in bfloat16 on cuda, not torch\.float32: set dtype to bfloat16"):
+        weight_format(None, "fp8", torch.float32, "cuda")
+    with pytest.raises(ModelError, match=r"300 x 64 cannot be fp8 on this device: .* multiples of 16"):
+        Fp8().allocate(Linear(64, 300))
+
+
+def test_quantization_is_part_of_the_identity(qwen2_folder: Path) -> None:
+    engines = [
+        Engine.build(qwen2_folder, EngineConfig(num_blocks=8, quantization=quantization))
+        for quantization in ("auto", "fp8")
+    ]
+    assert engines[0].fingerprint != engines[1].fingerprint
+    assert engines[0].fingerprint == fingerprint(qwen2_folder, "float32")
+
+
+def test_the_engine_computes_the_same_alone_and_together(qwen3_folder: Path) -> None:
+    """Prompts in chunks and in batches of other sizes, and prefixes that are cached."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 512, (n,), generator=generator).tolist() for n in (5, 40, 70)]
+    engine = Engine.build(qwen3_folder, EngineConfig(num_blocks=64, max_batched_tokens=32, quantization="fp8"))
+    alone = [run(engine, [prompt])[0] for prompt in prompts]
+    assert run(engine, [*prompts, prompts[1]]) == [*alone, alone[1]]
+
+
+def run(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
+    """Greedy tokens and their logprobs."""
+    found: list[list[tuple[int, float]]] = [[] for _ in prompts]
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, logprobs=1)
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+    while engine.has_work():
+        for output in engine.step().outputs:
+            scores = [score.logprob for score in output.logprobs or []]
+            found[int(output.request_id)] += list(zip(output.token_ids, scores, strict=True))
+    return found
