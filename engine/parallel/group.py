@@ -124,7 +124,7 @@ class TensorParallelGroup(Group):
 
     def place(self, parameter: torch.Tensor, dim: int | None) -> Place:
         """See `Group.place`."""
-        if dim is None or (dim == parameter.dim() and self.rank == 0) or parameter.shape[dim:] == (1,):
+        if dim is None or (dim == parameter.dim() and self.rank == 0) or (dim == 1 and parameter.shape[1:] == (1,)):
             return Place(parameter)
         if dim == parameter.dim():
             return Place(parameter.zero_()[:0], total=len(parameter))

@@ -210,7 +210,7 @@ def test_ranks_load_their_shares_and_scales(biased_folder: Path, tmp_path: Path,
         folder = write_quantised(folder, tmp_path / "q", BY_CHANNEL, by_tensor=False, shape=(-1, 1))
     options: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": "fp8"}
     whole, _ = load_model(folder, **options)
-    shares = [load_model(folder, group=TensorParallelGroup(rank, 2, "cpu"), **options)[0] for rank in (0, 1)]
+    shares = [load_model(folder, group=TensorParallelGroup(rank, 2, "cpu", Path()), **options)[0] for rank in (0, 1)]
     for layer, *parts in zip(whole.layers, *(share.layers for share in shares), strict=True):
         gates, ups = zip(*(part.mlp.gate_up.weight.chunk(2) for part in parts), strict=True)
         assert torch.equal(torch.cat((*gates, *ups)), layer.mlp.gate_up.weight)
