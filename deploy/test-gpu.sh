@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'
-PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec python3 -m pytest -m gpu -p no:cacheprovider -o addopts= -o asyncio_mode= --import-mode=importlib -q tests/engine/test_gpu.py "$@"
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} exec python3 -m pytest -m gpu -p no:cacheprovider -o addopts= -o asyncio_mode= --import-mode=importlib -q tests/engine/test_gpu*.py "$@"

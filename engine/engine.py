@@ -7,29 +7,33 @@ import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from engine import cuda_start
 from engine.attention.base import LayerKind
 from engine.attention.sdpa import SdpaBackend
 from engine.block_pool import BlockPool
-from engine.config import ModelConfig, fingerprint
 from engine.hashing import root_hash
-from engine.kv_cache import KVCache, KVCacheSpec
-from engine.parallel.group import ALONE, Group, RankError
+from engine.kv_cache import KVCache, KVCacheSpec, KVMemory, PrivateMemory
+from engine.loaded import LoadedModel, load
+from engine.memory import DeviceMemory, model_len
+from engine.parallel.group import ALONE, RankError
 from engine.parallel.lead import LeadingGroup
-from engine.request import KvEvent, Request, SamplingParams, TokenLogprob, TokenOutput
+from engine.parallel.messages import Build
+from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
 from engine.runner import Computation, Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
-from engine.weights.load import load_model
 from engine.weights.read import Progress
 
 if TYPE_CHECKING:
     from engine.cuda_runner import CudaRunner
+
+_KV_MEMORY = 1 << 30  # bytes, on CPU
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # None: what fits `kv_memory`
-    kv_memory: int = 1 << 30  # bytes
+    kv_memory: int | None = None  # bytes; None: 1 GiB on CPU, on a CUDA device what is left beside the model
     max_batched_tokens: int = 512  # token budget of one step
     max_mixed_prefill_tokens: int | None = None  # of a step with decodes; None: what the budget leaves
     max_overtaking: int = 4  # a prompt gives way to later, shorter ones for so many times its own tokens
@@ -50,7 +54,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1  # ranks, processes with a share of the model each; `kv_memory` and `threads` are of each
     threads: int | None = None  # None: leave torch's default
     dummy_seed: int | None = None  # random weights from this seed instead of the folder's
-    allocate: Callable[[int], Any] | None = None  # gives a writable buffer of so many bytes for the KV cache
+    # Gives memory for a KV cache of (blocks, bytes of a block) on CPU, such as shared memory; None: it has none.
+    allocate: Callable[[int, int], KVMemory | None] | None = None
+
+    def encoded(self) -> bytes:
+        """For other processes, which allocate by themselves."""
+        return msgspec.msgpack.encode(msgspec.structs.replace(self, allocate=None))
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -88,22 +97,21 @@ class Engine:
     whether somebody waits for a step to end; on a device none is then computed ahead.
     """
 
-    def __init__(
-        self, model: Model, model_config: ModelConfig, fingerprint: str, config: EngineConfig, group: Group = ALONE
-    ) -> None:
-        spec = KVCacheSpec(
-            num_layers=model_config.num_layers,
-            block_size=config.block_size,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            dtype=getattr(torch, config.dtype),
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        model_config = loaded.config
+        spec = KVCacheSpec.of(model_config, config.block_size, getattr(torch, config.dtype))
+        kv_memory = config.kv_memory or _KV_MEMORY
+        num_blocks = config.num_blocks if config.num_blocks is not None else kv_memory // spec.block_bytes
+        self.max_model_len = model_len(
+            config.max_model_len, model_config.max_position_embeddings, num_blocks, spec.block_size, spec.block_bytes
         )
-        num_blocks = config.num_blocks if config.num_blocks is not None else config.kv_memory // spec.block_bytes
-        buffer = config.allocate(num_blocks * spec.block_bytes) if config.allocate is not None else None
-        self.fingerprint = fingerprint
+        self.fingerprint = loaded.fingerprint
+        self.memory: DeviceMemory | None = None  # of the device, if the cache was sized by it
+        self._kv_memory = config.allocate(num_blocks, spec.block_bytes) if config.allocate is not None else None
+        if self._kv_memory is None and config.device == "cpu":
+            self._kv_memory = PrivateMemory(num_blocks * spec.block_bytes)
+        buffer = None if self._kv_memory is None else self._kv_memory.buffer
         self.kv_cache = KVCache(spec, num_blocks, buffer, config.device)
-        longest = min(model_config.max_position_embeddings, num_blocks * config.block_size)
-        self.max_model_len = min(config.max_model_len or longest, longest)
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
         self.on_layer: Callable[[int, Step], None] | None = None
         self.interrupted: Callable[[], bool] = lambda: False
@@ -121,9 +129,9 @@ class Engine:
             max_model_len=self.max_model_len,
             max_overtaking=config.max_overtaking,
         )
-        self._group = group
-        kind = LayerKind(model_config.num_heads, model_config.head_dim**-0.5)
-        self._runner = self._make_runner(model, kind, config)
+        self._loaded = loaded
+        self._config = config
+        self._runner = self._make_runner()
         self._arrivals = itertools.count()
         self._pending: list[TokenOutput] = []  # go out with the next step
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # of prompts under way
@@ -137,72 +145,39 @@ class Engine:
         progress: Progress = lambda done, total, name: None,
         on_rank_lost: Callable[[RankError], object] = lambda error: None,
     ) -> "Engine":
-        """Loads the model of a Hugging Face folder. Raises ModelError, or KVCacheError for unfit memory.
+        """Loads the model of a Hugging Face folder and allocates the cache, on a CUDA device after a trial.
 
-        `on_rank_lost`: called on another thread when the process of another rank dies. Steps under way may then hang.
+        Raises ModelError, or DoesNotFit for too little memory. `on_rank_lost` is called on another thread when the
+        process of another rank dies. Steps under way may then hang.
         """
         group = ALONE
         if config.tensor_parallel > 1:
-            shared = msgspec.msgpack.encode(msgspec.structs.replace(config, allocate=None))
             rows = 4 * config.max_running  # of a table; no attention backend keeps so many
-            group = LeadingGroup(folder, config.tensor_parallel, config.device, shared, rows, on_rank_lost)
+            group = LeadingGroup(folder, config.tensor_parallel, config.device, config.encoded(), rows, on_rank_lost)
         try:
-            engine = cls.build_rank(folder, config, group, progress)
-            if config.device != "cpu":
-                engine._warm_up(config.max_batched_tokens)
+            loaded = load(folder, config, group, progress)
+
+            def make(sized: EngineConfig) -> Engine:
+                with group.together(Build(sized.encoded())):
+                    return cls(loaded, sized)
+
+            return make(config) if config.device == "cpu" else cuda_start.start(loaded, config, make)
         except BaseException:
             group.close()
             raise
-        return engine
-
-    @classmethod
-    def build_rank(
-        cls,
-        folder: Path,
-        config: EngineConfig,
-        group: Group,
-        progress: Progress = lambda done, total, name: None,
-    ) -> "Engine":
-        """What one rank has of an engine. Raises what `build` does."""
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        model, model_config = load_model(
-            folder,
-            dtype=getattr(torch, config.dtype),
-            device=config.device,
-            quantization=config.quantization,
-            dummy_seed=config.dummy_seed,
-            group=group,
-            progress=progress,
-        )
-        group.join()
-        identity = fingerprint(folder, config.dtype, config.quantization)
-        if config.dummy_seed is not None:
-            identity += f"-dummy-{config.dummy_seed}"
-        return cls(model, model_config, identity, config, group)
 
     def close(self) -> None:
         """Ends the processes of the other ranks."""
-        self._group.close()
+        self._loaded.group.close()
 
-    def _warm_up(self, max_batched_tokens: int) -> None:
-        """Computes prompts of one token and of a whole step, so that no request waits for kernels to be compiled."""
-        room = min(self.max_model_len - 2, self.kv_cache.num_blocks * self.kv_cache.spec.block_size - 2)
-        for length in (1, max(1, min(max_batched_tokens, room))):
-            sampling = SamplingParams(max_tokens=2, temperature=1.0)
-            self.add(Request(request_id="warm-up", prompt_token_ids=[0] * length, sampling=sampling))
-            while self.has_work():
-                for output in self.step().outputs:
-                    if output.error is not None:
-                        raise RuntimeError(f"the first step of {length} tokens fails: {output.error}")
-        self.clear_cache()
-        self._pool.drain_events()
-
-    def _make_runner(self, model: Model, kind: LayerKind, config: EngineConfig) -> "Runner | CudaRunner":
+    def _make_runner(self) -> "Runner | CudaRunner":
+        loaded, config = self._loaded, self._config
+        kind = LayerKind(loaded.config.num_heads, loaded.config.head_dim**-0.5)
+        model: Model = loaded.model
         sampler = Sampler(self.vocab_size)
         if config.device == "cpu":
             self.computation = Computation(model, SdpaBackend(self.kv_cache, kind), None)
-            model, backend, _ = self._group.lead(*self.computation)
+            model, backend, _ = loaded.group.lead(*self.computation)
             return Runner(model, backend, sampler)
         from engine.attention.paged import PagedBackend
         from engine.cuda_runner import CudaRunner, DeviceProgress
@@ -214,7 +189,7 @@ class Engine:
         with torch.inference_mode():
             graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size, progress.on_layer)
         self.computation = Computation(model, attention, graphs)
-        model, attention, graphs = self._group.lead(model, attention, graphs)
+        model, attention, graphs = loaded.group.lead(model, attention, graphs)
         return CudaRunner(model, attention, sampler, graphs, progress, self.max_model_len, lambda: self.interrupted())
 
     # Requests
@@ -323,6 +298,10 @@ class Engine:
     def snapshot_hashes(self) -> list[bytes]:
         """Hashes of all blocks that can be found now; events drained by later steps come on top."""
         return self._pool.hashes()
+
+    def drain_events(self) -> list[KvEvent]:
+        """KV events since the last step."""
+        return self._pool.drain_events()
 
     def clear_cache(self) -> None:
         """Forgets all cached prefixes; requests under way keep theirs."""

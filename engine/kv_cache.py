@@ -4,10 +4,13 @@ One tensor holds everything. One block is one contiguous range of it, and so is 
 can be moved to another worker without packing. Who owns which block is the business of `engine.block_pool`.
 """
 
+import mmap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from engine.config import ModelConfig
 
 
 class KVCacheError(ValueError):
@@ -23,6 +26,11 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> "KVCacheSpec":
+        """For a model, or for the share of it that one rank has."""
+        return cls(model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype)
 
     @property
     def layer_bytes(self) -> int:
@@ -42,6 +50,37 @@ class KVCacheSpec:
             f"layers={self.num_layers},tokens={self.block_size},kv_heads={self.num_kv_heads}"
             f",k|v={self.head_dim}+{self.head_dim},{dtype}"
         )
+
+
+class KVMemory(Protocol):
+    """Memory on CPU for a KV cache. It can be given back and taken again, at the same address and full of zeros."""
+
+    @property
+    def buffer(self) -> Any:
+        """Writable bytes."""
+        ...
+
+    def release(self) -> None:
+        """Gives the pages back. What is written meanwhile takes them again."""
+        ...
+
+    def reserve(self) -> None:
+        """Takes all pages again. Raises what the kind of memory raises if there are none."""
+        ...
+
+
+class PrivateMemory:
+    """`size` bytes of this process alone."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def release(self) -> None:
+        """See `KVMemory`."""
+        self.buffer.madvise(mmap.MADV_DONTNEED)
+
+    def reserve(self) -> None:
+        """See `KVMemory`. Pages come when they are written to, and the kernel promises them all."""
 
 
 class KVCache:
@@ -68,9 +107,20 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         self._bytes = data.numpy().data if data.device.type == "cpu" else None
-        self.tensor = data.view(spec.dtype).view(
-            num_blocks, spec.num_layers, spec.block_size, spec.num_kv_heads, 2 * spec.head_dim
-        )
+        self.tensor = data.view(spec.dtype).view(self._shape)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        spec = self.spec
+        return self.num_blocks, spec.num_layers, spec.block_size, spec.num_kv_heads, 2 * spec.head_dim
+
+    def release(self) -> None:
+        """Gives the memory on a device back; `tensor` is empty until `restore`."""
+        self.tensor = self.tensor.new_empty(0)
+
+    def restore(self) -> None:
+        """Takes memory on the device again, full of zeros."""
+        self.tensor = self.tensor.new_zeros(self._shape)
 
     def layer(self, layer: int) -> torch.Tensor:
         """View [num_blocks, block_size, num_kv_heads, 2 * head_dim] of one layer."""

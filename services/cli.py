@@ -56,7 +56,9 @@ def up(
     config: ConfigFile = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.  [default: 16]")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of each worker, instead of --kv-memory.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="KV memory of each worker.  [default: 1GiB]")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="KV memory of each worker.  [default: 1GiB; on cuda: what is left]")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, tokens.")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512]")] = None,
     max_mixed_prefill_tokens: Annotated[
@@ -255,10 +257,11 @@ class _told:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         from engine.config import ModelError
+        from engine.memory import DoesNotFit
         from services.config import ConfigError
         from services.supervisor import EXIT_CONFIGURATION
 
-        configuration = isinstance(error, (ConfigError, ModelError, *self._errors))
+        configuration = isinstance(error, (ConfigError, ModelError, DoesNotFit, *self._errors))
         # An OSError without number has a message of ours; others are for the maintainers.
         if configuration or (isinstance(error, OSError) and error.errno is None):
             print(f"error: {error}", file=sys.stderr)

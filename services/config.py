@@ -62,7 +62,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     dummy_seed: int | None = None  # random weights instead of the folder's
     block_size: int = 16  # tokens
     kv_blocks: int = 0  # 0: as many as fit into kv_memory
-    kv_memory: str = "1GiB"
+    kv_memory: str = "auto"  # on CPU 1 GiB; on a CUDA device what is left beside the model
     max_batched_tokens: int = 512  # token budget of a step
     max_mixed_prefill_tokens: int = 0  # prompt tokens of a step with decodes; 0: by role
     max_overtaking: int = 4  # a prompt gives way to later, shorter ones for so many times its own tokens
@@ -206,7 +206,7 @@ def _check(name: str, value: Any, source: str) -> None:
         least, most = _BOUNDS[name]
         if not least <= value <= most:  # NaN is not, either
             problem = f"{value} is less than {least}" if value < least else f"{value} is more than {most}"
-    elif name == "kv_memory":
+    elif name == "kv_memory" and value != "auto":
         try:
             parse_bytes(value)
         except ConfigError as error:

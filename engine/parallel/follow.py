@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: builds its share of the engine, then makes the calls that rank 0 makes.
+"""The process of a rank other than 0: loads its share of the model, then makes the calls that rank 0 makes.
 
 `python -m engine.parallel.follow LIFELINE`: messages come on stdin; at the end of the file descriptor LIFELINE, rank 0
 is gone.
@@ -15,18 +15,22 @@ from typing import assert_never
 import msgspec
 import torch
 
+from engine import cuda_start
 from engine.attention.base import AttentionContext, Span
 from engine.config import ModelError
 from engine.engine import Engine, EngineConfig
-from engine.kv_cache import KVCacheError
+from engine.loaded import LoadedModel, load
+from engine.memory import DoesNotFit
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.messages import (
+    Build,
     Decode,
     Forward,
     Keep,
     Logits,
     Message,
     Plan,
+    Room,
     SpanReader,
     Start,
     messages,
@@ -39,36 +43,51 @@ _PATIENCE = 30.0  # seconds
 class Follower:
     """Makes calls on one rank's share of an engine."""
 
-    def __init__(self, engine: Engine, group: TensorParallelGroup) -> None:
-        self._model, self._attention, self._graphs = engine.computation
+    def __init__(self, loaded: LoadedModel, group: TensorParallelGroup) -> None:
+        self._loaded = loaded
         self._group = group
-        self._device = engine.kv_cache.tensor.device
+        self._device = loaded.model.norm.weight.device
         self._lists = SpanReader()
         self._spans: list[Span] = []
+        self._engine: Engine | None = None
         self._context: AttentionContext | None = None
+
+    @property
+    def _built(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
 
     def follow(self, message: Message) -> None:
         """Makes the call of one message."""
         match message:
+            case Build(config):
+                self._engine = self._context = None
+                if self._device.type == "cuda":
+                    cuda_start.give_back()
+                self._engine = Engine(self._loaded, msgspec.msgpack.decode(config, type=EngineConfig))
+            case Room():
+                cuda_start.room(self._built, self._loaded)
             case Plan(spans):
                 self._spans = self._lists.read(spans)
-                self._context = self._attention.plan(self._spans)
+                self._context = self._built.computation.attention.plan(self._spans)
             case Forward(num_rows):
                 positions = torch.from_numpy(positions_of(self._spans)).to(self._device)
                 given = self._receive(len(positions) + (num_rows or 0))
                 token_ids, rows = given[: len(positions)], given[len(positions) :]
                 assert self._context is not None
-                hidden = self._model.forward(token_ids, positions, self._context, None if num_rows is None else rows)
+                hidden = self._loaded.model.forward(
+                    token_ids, positions, self._context, None if num_rows is None else rows
+                )
                 self._like = hidden.new_empty(0)
                 self._hidden_size = hidden.shape[1]
             case Logits(count):
-                self._model.logits(self._group.broadcast(self._like.new_empty((count, self._hidden_size))))
+                self._loaded.model.logits(self._group.broadcast(self._like.new_empty((count, self._hidden_size))))
             case Decode(spans, token_ids):
-                assert self._graphs is not None
-                self._graphs.run(self._lists.read(spans), token_ids)
+                assert self._built.computation.graphs is not None
+                self._built.computation.graphs.run(self._lists.read(spans), token_ids)
             case Keep(count):
-                assert self._graphs is not None
-                self._graphs.keep(*self._receive(2, count))
+                assert self._built.computation.graphs is not None
+                self._built.computation.graphs.keep(*self._receive(2, count))
             case Start():
                 raise ValueError("this rank has started already")
             case _:
@@ -91,14 +110,13 @@ def main() -> None:
     config = msgspec.msgpack.decode(start.config, type=EngineConfig)
     group = TensorParallelGroup(start.rank, start.size, config.device, Path(start.meeting))
     try:
-        engine = Engine.build_rank(Path(start.folder), config, group)
-    except (ModelError, KVCacheError):
+        follower = Follower(load(Path(start.folder), config, group, lambda done, total, name: None), group)
+        with torch.inference_mode():
+            for message in told:
+                follower.follow(message)
+    except (ModelError, DoesNotFit):
         time.sleep(_PATIENCE)  # rank 0 meets the same error and tells of it
         raise
-    follower = Follower(engine, group)
-    with torch.inference_mode():
-        for message in told:
-            follower.follow(message)
 
 
 def _end_with(lifeline: int) -> None:

@@ -6,9 +6,10 @@ each step reads only a few rows of it, which is less work than one more sum.
 """
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from engine.config import ModelConfig, ModelError
 from engine.layers.linear import Linear
 from engine.weights.place import Place
+
+if TYPE_CHECKING:
+    from engine.parallel.messages import Message
 
 M = TypeVar("M")
 A = TypeVar("A")
@@ -46,6 +50,14 @@ class Group:
     def lead(self, model: M, attention: A, graphs: G) -> tuple[M, A, G]:
         """What a runner is to use in their place, so that other ranks compute what it computes."""
         return model, attention, graphs
+
+    def together(self, message: "Message") -> AbstractContextManager[None]:
+        """Has the other ranks make the call that the caller makes inside."""
+        return nullcontext()
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        return value
 
     def add_product(self, stream: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:
         """Adds to the stream [N, n], in place, the sum over the ranks of their products with their x [N, k]."""
@@ -116,6 +128,12 @@ class TensorParallelGroup(Group):
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
         """See `Group.concatenate`."""
         return self._gathered(part).transpose(0, 1).reshape(len(part), -1)
+
+    def least(self, value: int) -> int:
+        """See `Group.least`."""
+        values = torch.tensor([value], device="cuda" if self._cuda else "cpu")
+        dist.all_reduce(values, dist.ReduceOp.MIN)
+        return int(values.item())
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's values, written into `tensor` on the others."""

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import msgspec
 import torch
 
 from engine.attention.base import AttentionBackend, AttentionContext, Span
+from engine.memory import DoesNotFit
 from engine.parallel.group import RankError, TensorParallelGroup
 from engine.parallel.messages import Decode, Forward, Keep, Logits, Message, Plan, SpanWriter, Start, framed
 from engine.runner import Model
@@ -60,7 +60,7 @@ class LeadingGroup(TensorParallelGroup):
         finally:
             os.close(lifeline)
         for rank, process in enumerate(self._processes, 1):
-            start = Start(rank, size, str(meeting), str(folder), msgspec.Raw(config))
+            start = Start(rank, size, str(meeting), str(folder), config)
             self._write(process, framed(start))
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
@@ -75,12 +75,14 @@ class LeadingGroup(TensorParallelGroup):
 
     @contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        """Has the other ranks make the call that the caller makes inside. Raises RankError if any of that fails."""
+        """See `Group.together`. Raises RankError if any of that fails."""
         try:
             frame = framed(message)
             for process in self._processes:
                 self._write(process, frame)
             yield
+        except DoesNotFit:
+            raise
         except Exception as error:
             raise self._lost() or RankError(f"a step failed on rank 0, and the others wait: {error!r}") from error
 

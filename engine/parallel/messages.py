@@ -17,13 +17,23 @@ _LONGEST = 64 << 20  # bytes
 
 
 class Start(msgspec.Struct, tag=True):
-    """The first one: who the rank is, and what it builds."""
+    """The first one: who the rank is, and what it loads."""
 
     rank: int
     size: int
     meeting: str  # file by which the ranks find each other
     folder: str  # of the model
-    config: msgspec.Raw  # EngineConfig
+    config: bytes  # EngineConfig
+
+
+class Build(msgspec.Struct, tag=True):
+    """Makes an engine of the loaded model, instead of an earlier one."""
+
+    config: bytes  # EngineConfig
+
+
+class Room(msgspec.Struct, tag=True):
+    """The ranks agree on how much memory is left for the KV cache."""
 
 
 class Spans(msgspec.Struct, array_like=True):
@@ -66,7 +76,7 @@ class Keep(msgspec.Struct, tag=True):
     count: int
 
 
-Message = Start | Plan | Forward | Logits | Decode | Keep
+Message = Start | Build | Room | Plan | Forward | Logits | Decode | Keep
 
 
 class SpanWriter:

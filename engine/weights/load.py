@@ -6,6 +6,7 @@ import torch
 
 from engine.config import ModelConfig, ModelError, read_config, weight_files
 from engine.layers.decoder import Decoder
+from engine.memory import require_weights
 from engine.models.registry import model_class
 from engine.parallel.group import ALONE, Group, rank_config
 from engine.quantization.choose import quantise, weight_format
@@ -25,7 +26,9 @@ def load_model(
     group: Group = ALONE,
     progress: Progress = lambda done, total, name: None,
 ) -> tuple[Decoder, ModelConfig]:
-    """(model, config) of a Hugging Face folder; with `dummy_seed` random weights for its config. Raises ModelError.
+    """(model, config) of a Hugging Face folder; with `dummy_seed` random weights for its config.
+
+    Raises ModelError, or DoesNotFit for more weights than a CUDA device has room for.
 
     Both are what one rank of `group` has.
     """
@@ -36,6 +39,8 @@ def load_model(
     model = model.to(dtype)
     if (chosen := weight_format(config.quantization, quantization, dtype, device)) is not None:
         quantise(model, chosen)
+    if torch.device(device).type == "cuda":
+        require_weights(sum(weight.nbytes for weight in model.parameters()), *torch.cuda.mem_get_info(device))
     model = model.to_empty(device=device).eval()
     if dummy_seed is not None:
         _randomise(rounded_places(model.places()), dummy_seed)

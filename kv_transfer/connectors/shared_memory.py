@@ -92,6 +92,17 @@ class SharedSegment:
         """The pool's bytes."""
         return memoryview(self._mapping)[: self.pool_bytes]
 
+    def release(self) -> None:
+        """Gives the pool's pages back. Senders keep their mappings, and what one wrote would take pages again."""
+        self._mapping.madvise(mmap.MADV_REMOVE, 0, self.pool_bytes)
+
+    def reserve(self) -> None:
+        """Takes the pool's pages again, full of zeros. Raises ConnectorError if /dev/shm is full."""
+        try:
+            os.posix_fallocate(self.descriptor, 0, self.pool_bytes)
+        except OSError as error:
+            raise ConnectorError(f"/dev/shm has no {self.pool_bytes >> 20} MiB for the KV pool: {error}") from error
+
     def unlink(self) -> None:
         """Removes the name; the memory goes with the last mapping. Idempotent."""
         (_DIRECTORY / self.name).unlink(missing_ok=True)

@@ -16,11 +16,9 @@ import torch
 import zmq
 from tokenizers import Tokenizer
 
-from engine.config import read_config
 from engine.engine import Engine, EngineConfig, StepOutput
 from engine.hashing import test_vector
-from engine.kv_cache import KVCacheSpec
-from engine.parallel.group import rank_config
+from engine.memory import describe_cache
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
@@ -108,18 +106,13 @@ class Worker:
                 "and each rank needs one"
             )
         folder = Path(config.model)
-        model = rank_config(read_config(folder), config.tensor_parallel)
-        dtype = getattr(torch, config.dtype)
-        spec = KVCacheSpec(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim, dtype)
-        num_blocks = config.kv_blocks or parse_bytes(config.kv_memory) // spec.block_bytes
-        if config.role == "decode" and config.connector != "zmq":
-            self._segment = self._allocate_segment(num_blocks * spec.block_bytes, num_blocks)
-        segment = self._segment
+        share = config.role == "decode" and config.connector != "zmq"
         engine = Engine.build(
             folder,
             EngineConfig(
                 block_size=config.block_size,
-                num_blocks=num_blocks,
+                num_blocks=config.kv_blocks or None,
+                kv_memory=None if config.kv_memory == "auto" else parse_bytes(config.kv_memory),
                 max_batched_tokens=config.max_batched_tokens,
                 max_mixed_prefill_tokens=config.max_mixed_prefill_tokens or _MIXED_PREFILL_TOKENS.get(config.role),
                 max_overtaking=config.max_overtaking,
@@ -132,25 +125,26 @@ class Worker:
                 tensor_parallel=config.tensor_parallel,
                 threads=config.threads,
                 dummy_seed=config.dummy_seed,
-                allocate=(lambda size: segment.buffer) if segment is not None else None,
+                allocate=self._allocate_segment if share else None,
             ),
             LoadLog(),
             self._on_crash,
         )
+        spec = engine.kv_cache.spec
         log.info(
-            "model loaded",
-            kv_tokens=num_blocks * config.block_size,
-            kv_mib=num_blocks * spec.block_bytes >> 20,
+            describe_cache(engine.kv_cache.num_blocks, spec.block_size, spec.block_bytes),
             max_model_len=engine.max_model_len,
             threads=config.threads,
+            **({} if engine.memory is None else {"memory": str(engine.memory)}),
         )
         gc.collect()
         gc.freeze()
         return engine
 
-    def _allocate_segment(self, pool_bytes: int, num_blocks: int) -> SharedSegment | None:
+    def _allocate_segment(self, num_blocks: int, block_bytes: int) -> SharedSegment | None:
         try:
-            return SharedSegment(pool_bytes, num_blocks)
+            self._segment = SharedSegment(num_blocks * block_bytes, num_blocks)
+            return self._segment
         except ConnectorError as error:
             if self._config.connector == "shared_memory":
                 raise
