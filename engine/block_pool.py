@@ -61,6 +61,10 @@ class BlockPool:
             self._events.append(BlockRemoved(removed))
         return blocks
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether a block with that hash can be found."""
+        return block_hash in self._block_of
+
     def match(self, hashes: Iterable[bytes]) -> int:
         """How many leading blocks of the chain are cached."""
         count = 0

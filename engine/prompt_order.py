@@ -11,10 +11,11 @@ stalls is worse than one that starts late.
 """
 
 from collections.abc import Iterable, Mapping
-from itertools import islice
 
 from engine.block_pool import BlockPool
 from engine.sequence import Sequence, State
+
+WINDOW = 128  # waiting prompts that compete, best claims first: to rank thousands would take as long as a step
 
 
 class PromptOrder:
@@ -29,11 +30,13 @@ class PromptOrder:
         return sorted(prompts, key=lambda s: (s.request.priority, self._rank(s), s.arrival))
 
     def book(self, prompts: Iterable[Sequence], computed: Mapping[Sequence, int]) -> None:
-        """A step computes so many tokens of some of the prompts: those with a better claim were overtaken."""
+        """A step computes so many tokens of some of the prompts: those with a better claim and more to do wait."""
         tokens = 0
         for sequence in sorted(prompts, key=lambda s: s.claim, reverse=True):
-            sequence.overtaken_tokens += tokens
-            tokens += computed.get(sequence, 0)
+            own = computed.get(sequence, 0)
+            if own < sequence.num_uncomputed_tokens:
+                sequence.overtaken_tokens += tokens
+            tokens += own
 
     def _rank(self, sequence: Sequence) -> int:
         if sequence.num_output_tokens > 0:
@@ -43,11 +46,11 @@ class PromptOrder:
     def _tokens_left(self, sequence: Sequence) -> int:
         if sequence.state is not State.WAITING:
             return sequence.num_uncomputed_tokens
-        # A guess, since admission looks for itself: only where the cached prefix ended at the last look.
-        hashes = sequence.cacheable_hashes()
-        found = sequence.found_blocks
-        found += self._pool.match(islice(hashes, found, None))
-        while found and not self._pool.match(hashes[found - 1 : found]):
+        # A guess, since admission looks for itself: only at where the cached prefix ended when last looked.
+        found, most = sequence.found_blocks, sequence.num_cacheable_blocks
+        while found < most and sequence.block_hash(found) in self._pool:
+            found += 1
+        while found and sequence.block_hash(found - 1) not in self._pool:
             found -= 1
         sequence.found_blocks = found
         return len(sequence.token_ids) - found * sequence.block_size

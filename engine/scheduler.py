@@ -7,11 +7,12 @@ way alike; `engine.prompt_order` says who is next. When blocks run out, the runn
 (priority, then arrival) gives its blocks back and is computed again later.
 """
 
+import bisect
 import time
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
-from engine.prompt_order import PromptOrder
+from engine.prompt_order import WINDOW, PromptOrder
 from engine.request import FinishReason
 from engine.sequence import Sequence, State
 
@@ -72,7 +73,7 @@ class Scheduler:
         self.max_running = max_running
         self.max_model_len = max_model_len
         self.sequences: dict[str, Sequence] = {}  # all that have not ended
-        self._waiting: list[Sequence] = []
+        self._waiting: list[Sequence] = []  # best claim first
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []  # ended outside of complete(); told with the next step
         self._order = PromptOrder(pool, max_overtaking)
@@ -236,7 +237,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
-        self._waiting.append(sequence)
+        bisect.insort(self._waiting, sequence, key=lambda s: s.claim)
         self._stalled_at = -1
 
     def _run(self, sequence: Sequence) -> None:
@@ -256,7 +257,7 @@ class Scheduler:
     def _chunks(self, budget: int) -> list[Entry]:
         """Prompt tokens, `budget` at most. The first prompt for which there is no room closes admission."""
         entries: list[Entry] = []
-        prompts = [*self._waiting, *self._prompts_under_way()]
+        prompts = [*self._waiting[:WINDOW], *self._prompts_under_way()]
         room = self.max_running - self._num_in_state(State.RESERVED)
         for sequence in self._order.sort(prompts):
             entry = None
@@ -341,7 +342,7 @@ class Scheduler:
 
     def _match(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
         """(cached leading blocks, further blocks needed) for a sequence without blocks."""
-        cached = self.pool.match(sequence.cacheable_hashes())
+        cached = self.pool.match(sequence.full_hashes(sequence.num_cacheable_blocks))
         return cached, self._blocks_for(num_tokens) - cached
 
     def _free_besides(self, sequence: Sequence, cached: int) -> int:

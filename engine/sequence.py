@@ -64,6 +64,16 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_cacheable_blocks(self) -> int:
+        """Leading blocks that may be taken from the cache.
+
+        The last token is always computed, since its logits are needed, and a shared block is never written: the block
+        of the last token is never taken. None is where the prompt's own logits are wanted.
+        """
+        scored = self.request.sampling.prompt_logprobs is not None
+        return 0 if scored else (len(self.token_ids) - 1) // self.block_size
+
+    @property
     def claim(self) -> tuple[int, int]:
         """Sort key of its claim to be served: smaller is better."""
         return (self.request.priority, self.arrival)
@@ -76,15 +86,11 @@ class Sequence:
             self.hashes += block_hashes(tokens, self.block_size, self.hashes[-1] if self.hashes else self.root)
         return self.hashes[:num_blocks]
 
-    def cacheable_hashes(self) -> list[bytes]:
-        """Hashes of the leading blocks that may be taken from the cache.
-
-        The last token is always computed, since its logits are needed, and a shared block is never written: the block
-        of the last token is never taken. None are where the prompt's own logits are wanted.
-        """
-        if self.request.sampling.prompt_logprobs is not None:
-            return []
-        return self.full_hashes((len(self.token_ids) - 1) // self.block_size)
+    def block_hash(self, block: int) -> bytes:
+        """Hash of one full block."""
+        if len(self.hashes) <= block:
+            self.full_hashes(block + 1)
+        return self.hashes[block]
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends the sequence; blocks are the scheduler's to free."""

@@ -2,6 +2,7 @@
 
 import shutil
 
+import msgspec
 import pytest
 import torch
 
@@ -89,6 +90,23 @@ def test_a_request_gives_the_same_bits_alone_and_in_company(engine):
     together = run(engine, others[0], ours, *others[1:4], sampled, *others[4:])
     for before, after in zip(alone, (together[1], together[5]), strict=True):
         assert [o.logprobs for o in before] == [o.logprobs for o in after]
+
+
+def test_chunks_of_any_size_change_no_bit(llama_folder):
+    """B195: the same logits for the prompt and behind it, also where a stream leaves room for small chunks only."""
+    ours = request("ours", prompt(40, 8), max_tokens=4, logprobs=2, prompt_logprobs=2)
+    expected = None
+    for size in (64, *range(1, 18)):
+        for mixed in (False, True):
+            limits = {"max_mixed_prefill_tokens": size} if mixed else {"max_batched_tokens": size}
+            engine = Engine.build(llama_folder, msgspec.structs.replace(CONFIG, **limits))
+            if mixed:
+                engine.add(request("stream", prompt(5), max_tokens=60))
+                engine.step()
+            (outputs,) = run(engine, ours)
+            got = [(o.logprobs, o.prompt_logprobs) for o in outputs]
+            expected = expected or got
+            assert len(got) == 4 and got == expected, (size, mixed)
 
 
 def test_prefix_hits_are_reported_and_change_no_bit(engine):

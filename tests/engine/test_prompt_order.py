@@ -4,6 +4,7 @@ from fake_engine import BLOCK, FakeEngine, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.prompt_order import WINDOW
 from engine.scheduler import Step
 from engine.sequence import State
 
@@ -65,7 +66,7 @@ def test_an_evicted_prefix_counts_no_more() -> None:
     assert waiting.found_blocks == 6
     engine.pool.release(engine.pool.allocate(8))
     engine.scheduler._order.sort([waiting])
-    assert waiting.found_blocks == engine.pool.match(waiting.cacheable_hashes()) == 2
+    assert waiting.found_blocks == engine.pool.match(waiting.hashes) == 2
     engine.run()
     engine.assert_exact(waiting.request)
 
@@ -86,6 +87,17 @@ def test_a_stream_that_stalls_goes_before_new_prompts() -> None:
     engine.add(ask("new", [1, 2, 3], max_tokens=1))
     engine.add(ask("resumed", list(range(12)), max_tokens=4, output_token_ids=[5]))
     assert tokens(engine.step()) == {"resumed": 8}
+
+
+def test_the_first_prompts_of_a_deep_queue_compete() -> None:
+    """To look at all of thousands would cost each step too much; these are best by priority and arrival."""
+    engine = FakeEngine(num_blocks=64, max_batched_tokens=8)
+    for number in range(WINDOW):
+        engine.add(ask(f"r{number}", [number] * 9, max_tokens=1))
+    engine.add(ask("short", [1], max_tokens=1))
+    engine.add(ask("urgent", [1000] * 6, max_tokens=1, priority=-1))
+    assert tokens(engine.step()) == {"urgent": 6, "r0": 2}
+    assert tokens(engine.step()) == {"short": 1, "r0": 7}
 
 
 # Nobody starves

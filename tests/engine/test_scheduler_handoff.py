@@ -165,3 +165,38 @@ def test_reserved_sequences_count_as_running_to_be() -> None:
     assert engine.scheduler.num_running == 2
     engine.run()
     engine.assert_idle()
+
+
+def test_a_full_pool_takes_the_reservation_later() -> None:
+    """B151: no room at the time of arrival; nothing is kept of the attempt, and nobody's blocks are taken."""
+    engine = FakeEngine(num_blocks=6, max_batched_tokens=64)
+    first = ask("first", list(range(16)), max_tokens=6)
+    assert engine.scheduler.reserve(engine.sequence(first))
+    second = ask("second", list(range(30, 42)), max_tokens=2)
+    engine.commit("first")
+    waited = 0
+    while not engine.scheduler.reserve(engine.sequence(second)):
+        assert "second" not in engine.scheduler.sequences
+        assert engine.step().entries
+        waited += 1
+    assert waited > 1
+    engine.commit("second")
+    engine.run()
+    for request in (first, second):
+        engine.assert_exact(request)
+    assert engine.computed == len(engine.outputs["first"]) + len(engine.outputs["second"]) - 2  # no prompt token
+    engine.assert_idle()
+
+
+def test_preempted_handoffs_are_computed_in_small_chunks_and_all_end() -> None:
+    """B133: a tiny pool, so that sequences whose KV came from a peer give their blocks back in the middle."""
+    engine = FakeEngine(num_blocks=9, max_batched_tokens=64, max_mixed_prefill_tokens=2)
+    requests = [ask(f"r{i}", [10 * i + k for k in range(7)], max_tokens=16) for i in range(3)]
+    for request in requests:
+        assert engine.scheduler.reserve(engine.sequence(request))
+        engine.commit(request.request_id)
+    engine.run()
+    assert engine.computed > sum(len(engine.outputs[r.request_id]) - 1 for r in requests)  # some was lost
+    for request in requests:
+        engine.assert_exact(request)
+    engine.assert_idle()
