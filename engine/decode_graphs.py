@@ -52,7 +52,8 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             self._compute(model, size, vocab_size)  # compiles kernels and lets libraries allocate
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=pool):
+            # Of this thread only: NCCL's own looks after its events meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._logits[size], self._tokens[size] = self._compute(model, size, vocab_size)
             pool = graph.pool()
             self._graphs[size] = graph
