@@ -56,9 +56,9 @@ def model(request: pytest.FixtureRequest) -> tuple[Path, list[Any], Answers]:
     """(folder of a small model, requests, what one CPU answers in float32)"""
     if DEVICES < 2:
         pytest.skip(f"needs 2 CUDA devices, there are {DEVICES}")
-    from bench.gpu_engine import SMALL, folder_of
     from safetensors.torch import save_file
 
+    from bench.gpu_engine import SMALL, folder_of
     from engine.weights.load import load_model
 
     folder = folder_of(SMALL[request.param] | {"num_key_value_heads": 4})
