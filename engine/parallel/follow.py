@@ -4,6 +4,7 @@
 is gone.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -71,7 +72,9 @@ class Follower:
                 self._spans = self._lists.read(spans)
                 self._context = self._built.computation.attention.plan(self._spans)
             case Forward(num_rows):
-                positions = torch.from_numpy(positions_of(self._spans)).to(self._device)
+                positions = torch.from_numpy(positions_of(self._spans))
+                if self._device.type == "cuda":  # without waiting for what the device is doing
+                    positions = positions.pin_memory().to(self._device, non_blocking=True)
                 given = self._receive(len(positions) + (num_rows or 0))
                 token_ids, rows = given[: len(positions)], given[len(positions) :]
                 assert self._context is not None
@@ -111,6 +114,8 @@ def main() -> None:
     group = TensorParallelGroup(start.rank, start.size, config.device, Path(start.meeting))
     try:
         follower = Follower(load(Path(start.folder), config, group, lambda done, total, name: None), group)
+        gc.collect()
+        gc.freeze()  # as in rank 0, which would wait for a collection here
         with torch.inference_mode():
             for message in told:
                 follower.follow(message)

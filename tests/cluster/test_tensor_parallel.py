@@ -41,7 +41,8 @@ def test_two_ranks_answer_as_one_and_die_together(tmp_path: Path) -> None:
         expected = all_answers(one)
     finally:
         stop_cluster(one)
-    two = start_cluster(tmp_path / "two", *COMMON, "--tensor-parallel", "2", model=model)
+    patient = {"TANDEM_WORKER_WAIT": "60"}  # a request waits until the worker is back
+    two = start_cluster(tmp_path / "two", *COMMON, "--tensor-parallel", "2", model=model, env=patient)
     try:
         found = all_answers(two)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
