@@ -1,6 +1,8 @@
 """Tensor parallelism: what each rank loads, and tokens and logits that do not depend on the number of ranks."""
 
+import io
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,9 +13,12 @@ import msgspec
 import pytest
 import torch
 
+from engine.attention.base import Span
+from engine.attention.table_rows import TableRows
 from engine.config import ModelError, read_config
 from engine.engine import Engine, EngineConfig
 from engine.parallel.group import ALONE, RankError, TensorParallelGroup, rank_config
+from engine.parallel.messages import Decode, Plan, SpanReader, SpanWriter, framed, messages
 from engine.request import Request, SamplingParams
 from engine.weights.load import load_model
 
@@ -124,6 +129,34 @@ def test_tokens_and_logits_are_those_of_one_rank(family: str, size: int, request
         assert engine.stats().free_blocks == CONFIG.num_blocks
     finally:
         engine.close()
+
+
+def test_ranks_keep_equal_block_tables() -> None:
+    """Lists grow, end and are replaced, more than a table has rows: every rank gives each the same row and content."""
+    rng = random.Random(3)
+    writer, reader = SpanWriter(16), SpanReader()
+    ours, theirs = TableRows(8), TableRows(8)
+    lists = [[rng.randrange(1000)] for _ in range(14)]
+    for step in range(400):
+        for i in rng.sample(range(14), 4):
+            if rng.random() < 0.2:
+                lists[i] = [rng.randrange(1000)]
+            else:
+                lists[i] += [rng.randrange(1000) for _ in range(rng.randrange(3))]
+        spans = [Span(lists[i], len(lists[i]) - 1, 1 + step % 3) for i in rng.sample(range(14), rng.randrange(1, 9))]
+        sent = writer.write(spans)
+        pipe = io.BytesIO(framed(Decode(sent, [step]) if step % 2 else Plan(sent)))
+        (message,) = messages(pipe)
+        assert isinstance(message, Decode if step % 2 else Plan)
+        received = reader.read(message.spans)
+        assert received == spans
+        assert theirs.rows_of([s.block_ids for s in received]) == ours.rows_of([s.block_ids for s in spans])
+
+
+def test_a_message_that_is_cut_off_is_none() -> None:
+    frame = framed(Decode(SpanWriter(2).write([Span([5], 0, 1)]), None))
+    assert len(list(messages(io.BytesIO(frame + frame)))) == 2
+    assert [len(list(messages(io.BytesIO(frame + frame[:cut])))) for cut in range(len(frame))] == [1] * len(frame)
 
 
 def test_a_rank_that_dies_ends_the_steps(qwen3_folder: Path) -> None:
