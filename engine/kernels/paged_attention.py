@@ -308,7 +308,7 @@ def prefill_shape(dim: int) -> tuple[int, int, int, int]:
     """(query tokens and keys that a program holds at once, warps, stages)."""
     if dim > 128:
         return 64, 32, 8, 2
-    return 128, 64, 8 if dim > 64 else 4, 3
+    return (128, 128, 8, 3) if dim > 64 else (128, 64, 4, 3)
 
 
 def decode_shape(dim: int) -> tuple[int, int, int]:
