@@ -44,7 +44,7 @@ def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineCo
     """
     longest = loaded.config.max_position_embeddings
     steps = trial_prompts(config.max_batched_tokens, config.max_running, min(config.max_model_len or longest, longest))
-    block_bytes = KVCacheSpec.of(loaded.config, config.block_size, getattr(torch, config.dtype)).block_bytes
+    block_bytes = KVCacheSpec.of(loaded.config, config.block_size, config.cache_dtype).block_bytes
     try:
         memory = None
         if config.num_blocks is not None or config.kv_memory is not None:

@@ -50,12 +50,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
     dtype: str = "float32"
     quantization: str = "auto"  # of linear layers: as in the checkpoint; or "fp8": rounded while loading
+    kv_dtype: str = "auto"  # of the KV cache: as `dtype`; or "fp8"
     device: str = "cpu"
     tensor_parallel: int = 1  # ranks, processes with a share of the model each; `kv_memory` and `threads` are of each
     threads: int | None = None  # None: leave torch's default
     dummy_seed: int | None = None  # random weights from this seed instead of the folder's
     # Gives memory for a KV cache of (blocks, bytes of a block) on CPU, such as shared memory; None: it has none.
     allocate: Callable[[int, int], KVMemory | None] | None = None
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        found: torch.dtype = torch.float8_e4m3fn if self.kv_dtype == "fp8" else getattr(torch, self.dtype)
+        return found
 
     def encoded(self) -> bytes:
         """For other processes, which allocate by themselves."""
@@ -99,7 +106,7 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         model_config = loaded.config
-        spec = KVCacheSpec.of(model_config, config.block_size, getattr(torch, config.dtype))
+        spec = KVCacheSpec.of(model_config, config.block_size, config.cache_dtype)
         kv_memory = config.kv_memory or _KV_MEMORY
         num_blocks = config.num_blocks if config.num_blocks is not None else kv_memory // spec.block_bytes
         self.max_model_len = model_len(
@@ -176,7 +183,7 @@ class Engine:
         model: Model = loaded.model
         sampler = Sampler(self.vocab_size)
         if config.device == "cpu":
-            self.computation = Computation(model, SdpaBackend(self.kv_cache, kind), None)
+            self.computation = Computation(model, SdpaBackend(self.kv_cache, kind, getattr(torch, config.dtype)), None)
             model, backend, _ = loaded.group.lead(*self.computation)
             return Runner(model, backend, sampler)
         from engine.attention.paged import PagedBackend

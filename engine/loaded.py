@@ -38,6 +38,7 @@ def load(folder: Path, config: "EngineConfig", group: Group, progress: Progress)
         dtype=getattr(torch, config.dtype),
         device=config.device,
         quantization=config.quantization,
+        kv_fp8=config.kv_dtype == "fp8",
         dummy_seed=config.dummy_seed,
         group=group,
         progress=progress,

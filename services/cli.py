@@ -74,6 +74,9 @@ def up(
     quantization: Annotated[
         str | None, typer.Option(help="fp8: round weights while loading.  [default: auto, as they are stored]")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="fp8: KV cache of one byte a number.  [default: as dtype]")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda for --aggregated workers.")] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(help="Processes that share the model of each --aggregated worker.  [default: 1]")
@@ -119,6 +122,7 @@ def up(
         threads=threads,
         dtype=dtype,
         quantization=quantization,
+        kv_dtype=kv_dtype,
         device=device,
         tensor_parallel=tensor_parallel,
         dummy_seed=dummy_seed,

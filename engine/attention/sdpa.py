@@ -24,6 +24,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine.attention.base import AttentionBackend, AttentionContext, LayerKind, Span
+from engine.attention.cache_rows import cache_rows
 from engine.kv_cache import KVCache
 
 TILE = 128  # query tokens
@@ -69,28 +70,30 @@ class _Family(NamedTuple):
 
 
 class SdpaBackend(AttentionBackend):
-    """Full causal attention in the compute dtype of the queries; the cache may have another dtype."""
+    """Full causal attention in `dtype`, that of queries, keys and values; None: the cache's."""
 
-    def __init__(self, cache: KVCache, kind: LayerKind) -> None:
+    def __init__(self, cache: KVCache, kind: LayerKind, dtype: torch.dtype | None = None) -> None:
         if kind.sliding_window is not None or kind.logit_softcap is not None:
             raise ValueError("the CPU attention backend offers neither sliding windows nor logit soft-caps")
         if kind.num_heads % cache.spec.num_kv_heads:
             raise ValueError(f"{kind.num_heads} query heads cannot share {cache.spec.num_kv_heads} KV heads evenly")
         self.cache = cache
         self.kind = kind
-        self._scratch = torch.empty(0, dtype=cache.spec.dtype)
+        self.rows = cache_rows(cache, dtype or cache.spec.dtype)
+        self._scratch = torch.empty(0, dtype=dtype or cache.spec.dtype)
 
     def gather(self, pages: torch.Tensor) -> torch.Tensor:
-        """Copies pages, rows int64 [n] of the cache seen as [num_blocks * num_layers, values of a page], together.
+        """Copies pages together, int64 [n]: see `CacheRows`.
 
         The result [n, values of a page] lies in memory that is used again by the next call: fresh memory would cost as
         much in page faults as the copy itself.
         """
-        by_page = self.cache.tensor.view(self.cache.num_blocks * self.cache.spec.num_layers, -1)
-        size = len(pages) * by_page.shape[1]
+        size = len(pages) * self.rows.page_values
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=by_page.dtype)
-        return torch.index_select(by_page, 0, pages, out=self._scratch[:size].view(len(pages), -1))
+            self._scratch = self._scratch.new_empty(size)
+        gathered = self._scratch[:size].view(len(pages), -1)
+        self.rows.gather(pages, gathered)
+        return gathered
 
     def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> "SdpaContext":
         """Prepares the index tensors and masks of one step."""
@@ -174,18 +177,16 @@ class SdpaContext(AttentionContext):
         self._spec = spec
         self._scale = backend.kind.scale
         self._on_layer = on_layer
-        self._slots = slots  # [N]: rows of `_by_token` for layer 0
-        self._begun_pages = begun_pages  # rows of `_by_page` for layer 0: pages that this step fills in part
+        self._slots = slots  # [N]: rows of tokens in layer 0
+        self._begun_pages = begun_pages  # of layer 0: pages that this step fills in part
         self._families = families
-        self._by_token = backend.cache.tensor.view(-1, spec.num_kv_heads * 2 * spec.head_dim)
-        self._by_page = backend.cache.tensor.view(-1, spec.block_size * spec.num_kv_heads * 2 * spec.head_dim)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionContext.forward`."""
         if len(self._begun_pages):
-            self._by_page.index_fill_(0, self._begun_pages + layer, 0)
-        rows = torch.cat((k, v), dim=-1).view(len(k), -1).to(self._by_token.dtype)
-        self._by_token.index_copy_(0, self._slots + layer * self._spec.block_size, rows)
+            self._backend.rows.clear(self._begun_pages + layer)
+        values = torch.cat((k, v), dim=-1).view(len(k), -1)
+        self._backend.rows.write(self._slots + layer * self._spec.block_size, values)
         if self._on_layer is not None:
             self._on_layer(layer)
         if self._families[0].tokens is None:
@@ -214,7 +215,7 @@ class SdpaContext(AttentionContext):
         start = 0
         for part in family.parts:
             n = len(part.mask)
-            kv = self._backend.gather(part.pages[layer]).to(q.dtype)
+            kv = self._backend.gather(part.pages[layer])
             kv = kv.view(n, -1, kv_heads, 2 * dim)[:, : part.num_keys].transpose(1, 2)
             some, mask = rows[start : start + n], part.mask.to(q.dtype)
             results.append(

@@ -11,6 +11,14 @@ from engine.kernels.launch import launch_options
 
 
 @triton.jit
+def _store(place, values):
+    """Into the cache. In FP8 what is too large becomes the largest number."""
+    if place.dtype.element_ty == tl.float8e4nv:
+        values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(place, values.to(place.dtype.element_ty))
+
+
+@triton.jit
 def _prepare_heads(
     qkv,
     cos,
@@ -53,8 +61,8 @@ def _prepare_heads(
     second = tl.load(source + HALF).to(tl.float32)
     if first_head >= HEADS + KV_HEADS:  # values: stored as they are
         place = slot + (head - HEADS - KV_HEADS) * 2 * DIM + DIM + low
-        tl.store(place, first.to(cache.dtype.element_ty))
-        tl.store(place + HALF, second.to(cache.dtype.element_ty))
+        _store(place, first)
+        _store(place + HALF, second)
         return
     if NORM:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
@@ -73,8 +81,8 @@ def _prepare_heads(
         tl.store(place + HALF, turned_second.to(q_out.dtype.element_ty))
     else:
         place = slot + (head - HEADS) * 2 * DIM + low
-        tl.store(place, turned.to(cache.dtype.element_ty))
-        tl.store(place + HALF, turned_second.to(cache.dtype.element_ty))
+        _store(place, turned)
+        _store(place + HALF, turned_second)
 
 
 def prepare_heads(

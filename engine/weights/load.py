@@ -9,7 +9,8 @@ from engine.layers.decoder import Decoder
 from engine.memory import require_weights
 from engine.models.registry import model_class
 from engine.parallel.group import ALONE, Group, rank_config
-from engine.quantization.choose import quantise, weight_format
+from engine.quantization.choose import quantise, require_fp8, weight_format
+from engine.quantization.kv_scales import KVScales
 from engine.quantization.places import is_unused_scale, rounded_places, scale_place, weight_scale_name
 from engine.weights.place import Place
 from engine.weights.read import Progress, read_tensors
@@ -22,6 +23,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     quantization: str = "auto",
+    kv_fp8: bool = False,
     dummy_seed: int | None = None,
     group: Group = ALONE,
     progress: Progress = lambda done, total, name: None,
@@ -30,13 +32,15 @@ def load_model(
 
     Raises ModelError, or DoesNotFit for more weights than a CUDA device has room for.
 
-    Both are what one rank of `group` has.
+    Both are what one rank of `group` has. `kv_fp8`: prepared for a KV cache in FP8.
     """
     config = rank_config(read_config(folder), group.size)
     family = model_class(config)
     with torch.device("meta"):
         model = family(config, group)
     model = model.to(dtype)
+    if kv_fp8:
+        require_fp8(device)
     if (chosen := weight_format(config.quantization, quantization, dtype, device)) is not None:
         quantise(model, chosen)
     if torch.device(device).type == "cuda":
@@ -45,7 +49,10 @@ def load_model(
     if dummy_seed is not None:
         _randomise(rounded_places(model.places()), dummy_seed)
     else:
-        read_tensors(_places(model, folder), progress)
+        scales = KVScales(config.num_layers, device) if kv_fp8 else None
+        read_tensors(_places(model, folder, scales), progress)
+        if scales is not None:
+            scales.fold_into(model)
     model.finish_loading(device)
     return model, config
 
@@ -62,7 +69,7 @@ def _randomise(places: dict[str, Place], seed: int) -> None:
         place.put(place.rows.start, drawn[place.rows.start : place.rows.stop])
 
 
-def _places(model: Decoder, folder: Path) -> list[tuple[StoredTensor, Place]]:
+def _places(model: Decoder, folder: Path, scales: KVScales | None) -> list[tuple[StoredTensor, Place]]:
     """Each tensor of the folder and its place; every place must be filled, once, by a tensor of its shape."""
     paths = weight_files(folder)
     if not paths:
@@ -72,6 +79,9 @@ def _places(model: Decoder, folder: Path) -> list[tuple[StoredTensor, Place]]:
     pairs = []
     for tensor in (tensor for path in paths for tensor in stored_tensors(path)):
         what = f"{tensor.path}: tensor {tensor.name}"
+        if scales is not None and (scale := scales.place(tensor.name, tensor.shape)) is not None:
+            pairs.append((tensor, scale))
+            continue
         ignored = tensor.name == "lm_head.weight" and model.config.tie_word_embeddings
         if ignored or tensor.name.endswith("rotary_emb.inv_freq") or (quantised and is_unused_scale(tensor.name)):
             continue

@@ -121,6 +121,7 @@ class Worker:
                 vocab_size=_vocab_size(folder),
                 dtype=config.dtype,
                 quantization=config.quantization,
+                kv_dtype=config.kv_dtype,
                 device=config.device,
                 tensor_parallel=config.tensor_parallel,
                 threads=config.threads,
