@@ -6,6 +6,8 @@ the reading of its weights and KV, or its arithmetic, takes at the measured spee
 """
 
 import argparse
+import gc
+import itertools
 import json
 import tempfile
 import time
@@ -64,8 +66,13 @@ def folder_of(shape: dict[str, Any]) -> Path:
     return folder
 
 
-def attention_error(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, **limits: Any) -> float:
-    """Largest relative error (Frobenius, per span) of the paged kernels against dense attention in float64."""
+def attention_error(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | None = None, **limits: Any
+) -> float:
+    """Largest relative error (Frobenius, per span) of the paged kernels against dense attention in float64.
+
+    With another `kv_dtype` of the cache, against attention over what the cache then holds.
+    """
     from engine.attention.paged import PagedBackend
     from engine.layers.rotary import Rotation
 
@@ -73,8 +80,8 @@ def attention_error(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, **l
     page, layers, longest = 16, 2, 1100
     spans = [(1099, 1), (0, 1), (17, 1), (0, 333), (512, 300), (63, 2), (200, 1)]
     pages = [-(-(start + length) // page) for start, length in spans]
-    cache = KVCache(KVCacheSpec(layers, page, kv_heads, dim, dtype), sum(pages) + 5, device="cuda")
-    cache.tensor.normal_()
+    cache = KVCache(KVCacheSpec(layers, page, kv_heads, dim, kv_dtype or dtype), sum(pages) + 5, device="cuda")
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, device="cuda"))
     order = torch.randperm(sum(pages) + 5).tolist()
     blocks = [[order.pop() for _ in range(count)] for count in pages]
     kind = LayerKind(heads, dim**-0.5, **limits)
@@ -88,7 +95,7 @@ def attention_error(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, **l
     q = qkv.view(tokens, -1, dim)[:, :heads].double()
     worst, first = 0.0, 0
     for ids, (start, length) in zip(blocks, spans, strict=True):
-        kv = cache.layer(1)[ids].reshape(-1, kv_heads, 2 * dim)[: start + length].double()
+        kv = torch.cat([cache.layer(1)[block].double() for block in ids])[: start + length]
         k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (kv[..., :dim], kv[..., dim:]))
         scores = torch.einsum("qhd,khd->hqk", q[first : first + length], k) * dim**-0.5
         if cap := limits.get("logit_softcap"):
@@ -113,6 +120,9 @@ def attention_errors() -> dict[str, float]:
                 key = f"{dtype} {heads}/{kv_heads}x{dim} {more}"
                 found[key] = attention_error(dtype, heads, kv_heads, dim, **more)
                 print(f"{'ok ' if found[key] < 1e-2 else 'BAD'} {key}: {found[key]:.2e}", flush=True)
+            key = f"{dtype} {heads}/{kv_heads}x{dim} over FP8"
+            found[key] = attention_error(dtype, heads, kv_heads, dim, torch.float8_e4m3fn)
+            print(f"{'ok ' if found[key] < 1e-2 else 'BAD'} {key}: {found[key]:.2e}", flush=True)
     return found
 
 
@@ -200,12 +210,24 @@ def limits() -> tuple[float, float]:
     return copy, 2 * 8192**3 / timed(lambda: x @ y, 20)
 
 
-def speed(name: str, batches: list[int], prompts: list[int], context: int = 1024) -> dict[str, Any]:
-    """Times of one shape: steps of whole engines, so CPU work and sampling are in them."""
+def speed(
+    name: str, weights: str, kv_dtype: str, batches: list[int], prompts: list[int], context: int = 1024
+) -> dict[str, Any]:
+    """Times of one shape: steps of whole engines, so CPU work and sampling are in them.
+
+    `weights`: quantization; limits are those of the bytes that it leaves, and of arithmetic in bfloat16.
+    """
     shape = SHAPES[name]
     started = time.perf_counter()
     config = EngineConfig(
-        device="cuda", dtype="bfloat16", kv_memory=30 << 30, max_batched_tokens=16384, max_running=256, dummy_seed=1
+        device="cuda",
+        dtype="bfloat16",
+        quantization=weights,
+        kv_dtype=kv_dtype,
+        kv_memory=30 << 30,
+        max_batched_tokens=16384,
+        max_running=256,
+        dummy_seed=1,
     )
     engine = Engine.build(folder_of(shape), config)
     found: dict[str, Any] = {"start_s": time.perf_counter() - started, "decode": [], "prefill": []}
@@ -214,7 +236,8 @@ def speed(name: str, batches: list[int], prompts: list[int], context: int = 1024
     h, inner, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     q, kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     body, head = layers * (h * (q + 2 * kv) + q * h + 3 * h * inner), shape["vocab_size"] * h
-    kv_bytes = layers * kv * 2 * 2
+    kv_bytes = layers * kv * 2 * (2 if kv_dtype == "auto" else 1)
+    weight_bytes = body * (2 if weights == "auto" else 1) + 2 * head
     generator = torch.Generator().manual_seed(3)
 
     def prompt(length: int) -> list[int]:
@@ -233,7 +256,7 @@ def speed(name: str, batches: list[int], prompts: list[int], context: int = 1024
         work = 2 * body * length + 2 * head + 2 * layers * q * length * length
         seconds = sorted(times)[2]
         found["prefill"].append({"tokens": length, "ms": 1e3 * seconds, "of_limit": work / flops / seconds})
-        print(name, found["prefill"][-1], flush=True)
+        print(name, weights, kv_dtype, found["prefill"][-1], flush=True)
     for batch in batches:
         engine.clear_cache()
         for i in range(batch):
@@ -249,11 +272,11 @@ def speed(name: str, batches: list[int], prompts: list[int], context: int = 1024
             engine.abort(f"d{batch}-{i}")
         while engine.has_work():
             engine.step()
-        moved = 2 * (body + head) + kv_bytes * batch * (context + 16)
+        moved = weight_bytes + kv_bytes * batch * (context + 16)
         floor = max(moved / copy, 2 * (body + head) * batch / flops)
         seconds = sorted(steps)[len(steps) // 2]
         found["decode"].append({"batch": batch, "ms": 1e3 * seconds, "of_limit": floor / seconds})
-        print(name, found["decode"][-1], flush=True)
+        print(name, weights, kv_dtype, found["decode"][-1], flush=True)
     return found | {"copy_bytes_per_s": copy, "bf16_flops": flops}
 
 
@@ -270,6 +293,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--parts", nargs="*", default=["attention", "tokens", "speed"])
+    parser.add_argument("--weights", nargs="*", default=["auto"], help="of auto (bfloat16) and fp8")
+    parser.add_argument("--kv", nargs="*", default=["auto"], help="of auto (bfloat16) and fp8")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prompts", nargs="*", type=int, default=[256, 1024, 4096, 15000])
     arguments = parser.parse_args()
@@ -280,8 +305,10 @@ def main() -> None:
         report["tokens_as_on_cpu"] = {name: small_model_agrees(shape) for name, shape in SMALL.items()}
         print(report["tokens_as_on_cpu"], flush=True)
     if "speed" in arguments.parts:
-        for name in arguments.shapes:
-            report[name] = speed(name, arguments.batches, arguments.prompts)
+        for name, weights, kv_dtype in itertools.product(arguments.shapes, arguments.weights, arguments.kv):
+            key = name if weights == kv_dtype == "auto" else f"{name}, weights {weights}, kv {kv_dtype}"
+            report[key] = speed(name, weights, kv_dtype, arguments.batches, arguments.prompts)
+            gc.collect()
             torch.cuda.empty_cache()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")

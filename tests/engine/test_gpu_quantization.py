@@ -12,7 +12,7 @@ from engine.kv_cache import KVCache, KVCacheSpec
 from engine.layers.linear import GatedLinear, Linear
 from engine.quantization.choose import weight_format
 from engine.quantization.rounding import round_rows
-from engine.request import SamplingParams
+from engine.request import Request, SamplingParams
 from engine.weights.load import load_model
 
 pytestmark = [
@@ -131,3 +131,53 @@ def test_an_engine_with_graphs_repeats_itself() -> None:
     engine.clear_cache()
     assert generate(engine, prompts, sampling) == first
     assert all(len(tokens) == 16 for tokens in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 8, 64), (14, 2, 64), (16, 1, 256)])
+@pytest.mark.parametrize("limits", [{}, {"sliding_window": 100}, {"logit_softcap": 5.0}], ids=str)
+def test_attention_over_fp8_is_that_of_what_the_cache_holds(dtype, heads, kv_heads, dim, limits) -> None:
+    from bench.gpu_engine import attention_error
+
+    error = attention_error(dtype, heads, kv_heads, dim, torch.float8_e4m3fn, **limits)
+    assert error < (1e-5 if dtype is torch.float32 else 1e-2)
+
+
+def test_keys_and_values_are_stored_as_on_the_cpu() -> None:
+    """Rounded to the nearest; what is too large becomes the largest, and NaN stays."""
+    from engine.kernels.heads import prepare_heads
+
+    cache = torch.zeros(4, 16, 2, 128, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    qkv = (
+        torch.randn(16, 8 * 64, device="cuda").bfloat16() * torch.logspace(-4, 4, 16, device="cuda").bfloat16()[:, None]
+    )
+    qkv[3, -1], qkv[4, -2] = torch.inf, torch.nan
+    ones, zeros = torch.ones(16, 32, device="cuda"), torch.zeros(16, 32, device="cuda")
+    positions = torch.arange(16, dtype=torch.int32, device="cuda")
+    rows, tables = torch.zeros_like(positions), torch.tensor([[2]], dtype=torch.int32, device="cuda")
+    prepare_heads(qkv, ones, zeros, positions, rows, tables, cache, 4, None)
+    k, v = qkv.view(16, 8, 64)[:, 4:].split(2, dim=1)
+    wanted = torch.cat((k, v), dim=-1).float().clamp(-448, 448).to(torch.float8_e4m3fn)
+    torch.testing.assert_close(cache[2].float(), wanted.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_engine_with_kv_in_fp8_is_near_one_without() -> None:
+    """Log probabilities of a prompt, which is computed in chunks over a cache."""
+    from bench.gpu_engine import SMALL, folder_of
+
+    found = []
+    for kv_dtype in ("auto", "fp8"):
+        config = EngineConfig(
+            device="cuda", kv_dtype=kv_dtype, dummy_seed=5, num_blocks=200, max_running=8, max_batched_tokens=64
+        )
+        engine = Engine.build(folder_of(SMALL["qwen3-0.6b"]), config)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        engine.add(Request(request_id="a", prompt_token_ids=list(range(3, 203)), sampling=sampling))
+        scores: list[float] = []
+        while engine.has_work():
+            for output in engine.step().outputs:
+                assert output.error is None
+                scores += [score.logprob for score in output.prompt_logprobs or [] if score is not None]
+        found.append(torch.tensor(scores))
+    difference = (found[0] - found[1]).abs()
+    assert len(found[0]) == 199 and 0 < difference.mean() < 0.05
