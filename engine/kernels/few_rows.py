@@ -16,6 +16,7 @@ from engine.kernels.launch import launch_options
 def _few_rows(
     x,
     weight,
+    weight_scale,
     bias,
     y,
     M,
@@ -26,6 +27,7 @@ def _few_rows(
     DEPTH: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -52,13 +54,17 @@ def _few_rows(
             valid = start + depth < K
             piece = tl.load(places + start, mask=valid[:, None] & inside[None, :], other=0.0)
             values = tl.load(x_places + start, mask=present[:, None] & valid[None, :], other=0.0)
-        result = tl.dot(values, piece, result)
+        result = tl.dot(values, piece.to(values.dtype), result)
         if GATED:
             if EVEN:
                 second = tl.load(up_places + start)
             else:
                 second = tl.load(up_places + start, mask=valid[:, None] & inside[None, :], other=0.0)
-            up = tl.dot(values, second, up)
+            up = tl.dot(values, second.to(values.dtype), up)
+    if SCALED:
+        result *= tl.load(weight_scale + columns, mask=inside, other=0.0)[None, :]
+        if GATED:
+            up *= tl.load(weight_scale + N + columns, mask=inside, other=0.0)[None, :]
     if BIAS:
         result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -79,11 +85,13 @@ def few_rows(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    weight_scale: torch.Tensor | None = None,
     gated: bool = False,
     add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, K] @ weight.T + bias of at most 32 rows; weight [N, K], bias [N], contiguous, in half precision.
 
+    A quantised weight is of float8_e4m3fn or int8 and has a `weight_scale` float32 [N, 1]; x is not rounded then.
     gated: weight and bias hold gate, then up, and silu(gate) * up is returned, [M, N / 2]. add_to [M, N]: the product
     is added to it, in place, and it is returned.
     """
@@ -94,6 +102,7 @@ def few_rows(
     _few_rows[(triton.cdiv(n, columns),)](
         x,
         weight,
+        weight if weight_scale is None else weight_scale,
         weight if bias is None else bias,
         y,
         m,
@@ -104,6 +113,7 @@ def few_rows(
         depth,
         gated,
         add_to is not None,
+        weight_scale is not None,
         bias is not None,
         n % columns == 0 and k % depth == 0,
         num_warps=warps,

@@ -48,27 +48,29 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, sum(parts)]."""
-        return self._of_one_row(x) if _is_one_row(x) else self.format.multiply(self, x)
+        return self._of_few_rows(x) if _is_few_rows(x) else self.format.multiply(self, x)
 
     def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
         """The product with the normed stream [M, in_features]."""
         if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
-            return self._of_one_row(stream, norm=(norm.weight, norm.eps))
+            return self._of_few_rows(stream, norm=(norm.weight, norm.eps))
         y: torch.Tensor = self(norm(stream))
         return y
 
     def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product with x [M, in_features] to the stream [M, sum(parts)], in place."""
-        if _is_one_row(x):
-            self._of_one_row(x, add_to=stream)
+        if _is_few_rows(x):
+            self._of_few_rows(x, add_to=stream)
         else:
             self.format.add_product(self, stream, x)
 
-    def _of_one_row(self, x: torch.Tensor, **fused: Any) -> torch.Tensor:
-        """By a kernel for one row and weights of any format, which does in passing what stands before and after it."""
+    def _of_few_rows(self, x: torch.Tensor, **fused: Any) -> torch.Tensor:
+        """By kernels for weights of any format, which do in passing what stands before or after the product."""
+        from engine.kernels.few_rows import few_rows
         from engine.kernels.matvec import matvec
 
-        return matvec(x, self.weight, self.bias, weight_scale=self.weight_scale, **fused)
+        kernel = matvec if _is_one_row(x) else few_rows
+        return kernel(x, self.weight, self.bias, weight_scale=self.weight_scale, **fused)
 
 
 class GatedLinear(Linear):
@@ -78,12 +80,12 @@ class GatedLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, parts[0]]."""
-        return self.format.multiply_gated(self, x)
+        return self._of_few_rows(x, gated=True) if _is_few_rows(x) else self.format.multiply_gated(self, x)
 
     def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
         """Of the normed stream [M, in_features]."""
         if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
-            return self._of_one_row(stream, norm=(norm.weight, norm.eps), gated=True)
+            return self._of_few_rows(stream, norm=(norm.weight, norm.eps), gated=True)
         y: torch.Tensor = self(norm(stream))
         return y
 
@@ -105,10 +107,6 @@ class WeightFormat:
         """x @ weight.T + bias, [M, in_features] to [M, out_features], in the type of x."""
         if linear.packed:
             return _multiply_packed(x, linear.packed[0], linear.bias)
-        if _is_few_rows(x):
-            from engine.kernels.few_rows import few_rows
-
-            return few_rows(x, linear.weight, linear.bias)
         return functional.linear(x, linear.weight, linear.bias)
 
     def multiply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -121,10 +119,6 @@ class WeightFormat:
             gate_bias, up_bias = (None, None) if linear.bias is None else linear.bias.chunk(2)
             gate = _multiply_packed(x, linear.packed[0], gate_bias, "swish")
             return gate.mul_(_multiply_packed(x, linear.packed[1], up_bias))
-        if _is_few_rows(x):
-            from engine.kernels.few_rows import few_rows
-
-            return few_rows(x, linear.weight, linear.bias, gated=True)
         both = self.multiply(linear, x)
         if both.is_cuda:
             from engine.kernels.activation import silu_mul
@@ -135,23 +129,19 @@ class WeightFormat:
 
     def add_product(self, linear: Linear, stream: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product to the stream [M, out_features], in place."""
-        if _is_few_rows(x):
-            from engine.kernels.few_rows import few_rows
-
-            few_rows(x, linear.weight, linear.bias, add_to=stream)
-        elif x.is_cuda and linear.bias is None:
+        if x.is_cuda and linear.bias is None:
             stream.addmm_(x, linear.weight.t())  # the library adds while it stores
         else:
             stream += self.multiply(linear, x)
 
 
 def _is_one_row(x: torch.Tensor) -> bool:
-    """Whether the kernel for one row is faster than the device's library."""
+    """Whether that is the kernel for one row, which norms, too."""
     return x.is_cuda and x.shape[0] == 1 and x.dtype != torch.float32
 
 
 def _is_few_rows(x: torch.Tensor) -> bool:
-    """Whether the kernel for few rows is faster than the device's library."""
+    """Whether a kernel of ours is faster than the device's library."""
     return x.is_cuda and x.shape[0] <= _FEW_ROWS and x.dtype != torch.float32
 
 

@@ -8,7 +8,10 @@ from engine.quantization.rounding import round_rows
 
 
 class Fp8(QuantisedFormat):
-    """On CUDA devices of compute capability 8.9 and newer, in bfloat16: the tensor cores multiply in FP8."""
+    """On CUDA devices of compute capability 8.9 and newer, in bfloat16: the tensor cores multiply in FP8.
+
+    Few rows are bound by the reading of the weights, and keep their activations (`Linear`).
+    """
 
     name = "fp8"
     dtype = torch.float8_e4m3fn
