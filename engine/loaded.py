@@ -1,5 +1,6 @@
 """A rank's share of a model in memory: what engines with caches of any size are made of."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,9 @@ def load(folder: Path, config: "EngineConfig", group: Group, progress: Progress)
     """Loads this rank's share of the model of a Hugging Face folder. Raises ModelError, or DoesNotFit."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    if config.device == "cpu":
+        # Tensors of 2 MiB and more in huge pages, where Linux gives them: torch reads this variable once, at its first.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     elsewhere = 0 if config.device == "cpu" else in_use(config.device)
     model, model_config = load_model(
         folder,

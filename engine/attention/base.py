@@ -54,10 +54,12 @@ class AttentionContext(ABC):
 
         qkv [N, sum(heads) * head_dim], `heads` of queries, keys and values; returns [N, num_heads, head_dim].
         """
-        q, k, v = qkv.view(qkv.shape[0], sum(heads), -1).split_with_sizes(heads, dim=1)
+        both, v = qkv.view(qkv.shape[0], sum(heads), -1).split_with_sizes((heads[0] + heads[1], heads[2]), dim=1)
         if norms is not None:
-            q, k = norms.query(q), norms.key(k)
-        return self.forward(layer, rotation(q), rotation(k), v)
+            q, k = both.split_with_sizes(heads[:2], dim=1)
+            both = torch.cat((norms.query(q), norms.key(k)), dim=1)
+        q, k = rotation(both).split_with_sizes(heads[:2], dim=1)
+        return self.forward(layer, q, k, v)
 
     @abstractmethod
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

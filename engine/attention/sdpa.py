@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionBackend, AttentionContext, LayerKind, Span
 from engine.attention.cache_rows import cache_rows
@@ -52,18 +52,22 @@ class _Tiles(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """n tiles of a family that attend in one call, with S keys each after padding."""
+    """n tiles of a family that attend in one call, with S keys each after padding. All layers use the same memory."""
 
-    pages: torch.Tensor  # int64 [num_layers, n * P]: rows of the cache seen as [num_blocks * num_layers, page values]
+    pages: Sequence[torch.Tensor]  # of each layer int64 [n * P]: see `CacheRows`
+    gathered: torch.Tensor  # [n * P, values of a page]
+    keys: torch.Tensor  # [n, kv_heads, S, head_dim], in `gathered`
+    values: torch.Tensor  # the same
     mask: torch.Tensor  # [n, 1, query rows or 1, S]: 0 or -inf
-    num_keys: int  # S
+    queries: torch.Tensor  # [n, kv_heads, query rows, head_dim], in the family's
+    tiles: slice  # where they stand in the family
 
 
 class _Family(NamedTuple):
     """n tiles of T query tokens each after padding, in the order of their parts."""
 
     parts: list[_Part]
-    num_queries: int  # T
+    queries: torch.Tensor  # [n, kv_heads, T, group, head_dim], in query rows of which those beyond T * group are zero
     tokens: torch.Tensor | None  # int64 [n * T]: query tokens; None: all tokens of the step in order
     kept: torch.Tensor | None  # int64: which of the n * T are not padding; None: all
     targets: torch.Tensor | None  # int64: tokens[kept]
@@ -77,26 +81,15 @@ class SdpaBackend(AttentionBackend):
             raise ValueError("the CPU attention backend offers neither sliding windows nor logit soft-caps")
         if kind.num_heads % cache.spec.num_kv_heads:
             raise ValueError(f"{kind.num_heads} query heads cannot share {cache.spec.num_kv_heads} KV heads evenly")
+        spec = cache.spec
         self.cache = cache
         self.kind = kind
-        self.rows = cache_rows(cache, dtype or cache.spec.dtype)
-        self._scratch = torch.empty(0, dtype=dtype or cache.spec.dtype)
-
-    def gather(self, pages: torch.Tensor) -> torch.Tensor:
-        """Copies pages together, int64 [n]: see `CacheRows`.
-
-        The result [n, values of a page] lies in memory that is used again by the next call: fresh memory would cost as
-        much in page faults as the copy itself.
-        """
-        size = len(pages) * self.rows.page_values
-        if self._scratch.numel() < size:
-            self._scratch = self._scratch.new_empty(size)
-        gathered = self._scratch[:size].view(len(pages), -1)
-        self.rows.gather(pages, gathered)
-        return gathered
+        self.group = kind.num_heads // spec.num_kv_heads
+        self.rows = cache_rows(cache, dtype or spec.dtype)
+        self._scratch = torch.empty(0, dtype=dtype or spec.dtype)
 
     def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> "SdpaContext":
-        """Prepares the index tensors and masks of one step."""
+        """Prepares the index tensors, masks and views of one step."""
         spec = self.cache.spec
         starts = np.array([span.start for span in spans])
         lengths = np.array([span.length for span in spans])
@@ -118,10 +111,18 @@ class SdpaBackend(AttentionBackend):
         tiles = _cut(starts, lengths, firsts)
         query = np.ceil(np.log2(tiles.length)).astype(np.int64)
         families = [self._family(tiles, np.flatnonzero(query == q), table, len(owner)) for q in np.unique(query)]
-        return SdpaContext(self, torch.from_numpy(slots), torch.from_numpy(begun_pages), families, on_layer)
+        return SdpaContext(
+            self, self._of_layers(slots, spec.block_size), self._of_layers(begun_pages, 1), families, on_layer
+        )
+
+    def _of_layers(self, rows: IntArray, stride: int) -> Sequence[torch.Tensor]:
+        """Rows of layer 0 to those of each layer."""
+        layers = np.arange(self.cache.spec.num_layers)[:, None]
+        return torch.from_numpy(rows + stride * layers).unbind()
 
     def _family(self, tiles: _Tiles, members: IntArray, table: IntArray, num_tokens: int) -> _Family:
         """The family of the tiles `members`, for a step of `num_tokens`."""
+        spec = self.cache.spec
         inside = (tiles.context[members] - 1) % _WINDOW + 1
         bucket = tiles.context[members] - inside + _BUCKETS[np.searchsorted(_BUCKETS, inside)]
         members = members[np.argsort(bucket, kind="stable")]
@@ -133,21 +134,30 @@ class SdpaBackend(AttentionBackend):
         kept = np.flatnonzero(offsets < lengths[:, None])
         in_order = len(kept) == len(tokens) == num_tokens and bool((tokens == np.arange(num_tokens)).all())
 
-        values = 2 * self.cache.spec.num_kv_heads * self.cache.spec.head_dim
+        num_rows = query * self.group
+        rows = torch.zeros(
+            (len(members), spec.num_kv_heads, -(-num_rows // 4) * 4, spec.head_dim), dtype=self._scratch.dtype
+        )
         parts = []
+        start = 0
         for keys in np.unique(bucket):
             similar = members[bucket == keys]
-            most = max(1, _PART_VALUES * torch.get_num_threads() // (int(keys) * values))
-            parts += [self._part(tiles, similar[i : i + most], table, query) for i in range(0, len(similar), most)]
+            most = max(1, _PART_VALUES * torch.get_num_threads() // (int(keys) * 2 * spec.num_kv_heads * spec.head_dim))
+            for some in np.array_split(similar, -(-len(similar) // most)):
+                where = slice(start, start + len(some))
+                parts.append(self._part(tiles, some, table, query, rows[where], where))
+                start = where.stop
         return _Family(
             parts=parts,
-            num_queries=query,
+            queries=rows[:, :, :num_rows].view(*rows.shape[:2], query, self.group, spec.head_dim),
             tokens=None if in_order else torch.from_numpy(tokens),
             kept=None if len(kept) == len(tokens) else torch.from_numpy(kept),
             targets=None if in_order else torch.from_numpy(tokens[kept]),
         )
 
-    def _part(self, tiles: _Tiles, members: IntArray, table: IntArray, query: int) -> _Part:
+    def _part(
+        self, tiles: _Tiles, members: IntArray, table: IntArray, query: int, queries: torch.Tensor, where: slice
+    ) -> _Part:
         """A part of a family whose tiles have `query` query tokens after padding."""
         spec = self.cache.spec
         lengths, contexts = tiles.length[members, None], tiles.context[members, None]
@@ -155,10 +165,27 @@ class SdpaBackend(AttentionBackend):
         pages = table[tiles.span[members], : -(-keys // spec.block_size)].reshape(-1) * spec.num_layers
         visible = contexts - np.maximum(lengths - 1 - np.arange(query), 0)  # [n, query]
         if query > 1:  # one entry a query row: the token's, for each head of the group; padding sees what the last sees
-            visible = np.repeat(visible, self.kind.num_heads // spec.num_kv_heads, axis=1)
+            visible = np.repeat(visible, self.group, axis=1)
             visible = np.pad(visible, ((0, 0), (0, -visible.shape[1] % 4)), mode="edge")
         mask = np.where(np.arange(keys) < visible[:, None, :, None], np.float32(0), np.float32(-np.inf))
-        return _Part(torch.from_numpy(pages + np.arange(spec.num_layers)[:, None]), torch.from_numpy(mask), keys)
+        gathered = self._scratch_of(len(pages))
+        kv = gathered.view(len(members), -1, spec.num_kv_heads, 2 * spec.head_dim)[:, :keys].transpose(1, 2)
+        return _Part(
+            pages=self._of_layers(pages, 1),
+            gathered=gathered,
+            keys=kv[..., : spec.head_dim],
+            values=kv[..., spec.head_dim :],
+            mask=torch.from_numpy(mask).to(queries.dtype),
+            queries=queries,
+            tiles=where,
+        )
+
+    def _scratch_of(self, num_pages: int) -> torch.Tensor:
+        """Memory [num_pages, values of a page] that all parts use in turn, so that it stays in the core's cache."""
+        size = num_pages * self.rows.page_values
+        if self._scratch.numel() < size:
+            self._scratch = self._scratch.new_empty(size)
+        return self._scratch[:size].view(num_pages, -1)
 
 
 class SdpaContext(AttentionContext):
@@ -167,26 +194,23 @@ class SdpaContext(AttentionContext):
     def __init__(
         self,
         backend: SdpaBackend,
-        slots: torch.Tensor,
-        begun_pages: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        begun_pages: Sequence[torch.Tensor],
         families: list[_Family],
         on_layer: Callable[[int], None] | None,
     ) -> None:
-        spec = backend.cache.spec
         self._backend = backend
-        self._spec = spec
-        self._scale = backend.kind.scale
         self._on_layer = on_layer
-        self._slots = slots  # [N]: rows of tokens in layer 0
-        self._begun_pages = begun_pages  # of layer 0: pages that this step fills in part
+        self._slots = slots  # of each layer int64 [N]: rows of tokens
+        self._begun_pages = begun_pages  # of each layer: pages that this step fills in part
         self._families = families
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionContext.forward`."""
-        if len(self._begun_pages):
-            self._backend.rows.clear(self._begun_pages + layer)
-        values = torch.cat((k, v), dim=-1).view(len(k), -1)
-        self._backend.rows.write(self._slots + layer * self._spec.block_size, values)
+        rows = self._backend.rows
+        if len(self._begun_pages[layer]):
+            rows.clear(self._begun_pages[layer])
+        rows.write(self._slots[layer], torch.cat((k, v), dim=-1).flatten(1))
         if self._on_layer is not None:
             self._on_layer(layer)
         if self._families[0].tokens is None:
@@ -202,29 +226,19 @@ class SdpaContext(AttentionContext):
 
     def _attend(self, family: _Family, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Queries of the step [N, heads, D] -> the family's results [n * T, heads, D]."""
-        heads, dim = q.shape[1:]
-        kv_heads, query = self._spec.num_kv_heads, family.num_queries
         if family.tokens is not None:
             q = q.index_select(0, family.tokens)
-        rows = q.view(-1, query, kv_heads, heads // kv_heads, dim).transpose(1, 2)
-        rows = rows.reshape(len(rows), kv_heads, -1, dim)
-        num_rows = rows.shape[2]
-        if num_rows % 4:
-            rows = pad(rows, (0, 0, 0, -num_rows % 4))
-        results = []
-        start = 0
+        n, kv_heads, query, group, dim = family.queries.shape
+        family.queries.copy_(q.view(n, query, kv_heads, group, dim).transpose(1, 2))
+        results = q.new_empty((n, query, kv_heads, group, dim))
+        by_head = results.transpose(1, 2)
         for part in family.parts:
-            n = len(part.mask)
-            kv = self._backend.gather(part.pages[layer])
-            kv = kv.view(n, -1, kv_heads, 2 * dim)[:, : part.num_keys].transpose(1, 2)
-            some, mask = rows[start : start + n], part.mask.to(q.dtype)
-            results.append(
-                scaled_dot_product_attention(some, kv[..., :dim], kv[..., dim:], attn_mask=mask, scale=self._scale)
+            self._backend.rows.gather(part.pages[layer], part.gathered)
+            attended = scaled_dot_product_attention(
+                part.queries, part.keys, part.values, attn_mask=part.mask, scale=self._backend.kind.scale
             )
-            start += n
-        out = results[0] if len(results) == 1 else torch.cat(results)
-        out = out[:, :, :num_rows].reshape(-1, kv_heads, query, heads // kv_heads, dim)
-        return out.transpose(1, 2).reshape(-1, heads, dim)
+            by_head[part.tiles] = attended[:, :, : query * group].view(-1, kv_heads, query, group, dim)
+        return results.view(n * query, kv_heads * group, dim)
 
 
 def _block_table(block_ids: list[Sequence[int]], num_keys: int, block_size: int) -> IntArray:

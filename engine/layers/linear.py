@@ -112,13 +112,15 @@ class WeightFormat:
     def multiply_gated(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """silu of the first half of the product's columns times the second half.
 
-        Packed, oneDNN applies the SiLU inside the product. torch's own has other last bits where a thread's share of
-        the elements does not fill a vector, so it would depend on the batch.
+        Packed, oneDNN applies the SiLU and the multiplication inside the products. torch's own SiLU has other last bits
+        where a thread's share of the elements does not fill a vector, so it would depend on the batch.
         """
         if linear.packed:
             gate_bias, up_bias = (None, None) if linear.bias is None else linear.bias.chunk(2)
-            gate = _multiply_packed(x, linear.packed[0], gate_bias, "swish")
-            return gate.mul_(_multiply_packed(x, linear.packed[1], up_bias))
+            rows = _two_or_more(x)
+            gate = torch.ops.mkldnn._linear_pointwise(rows, linear.packed[0], gate_bias, "swish", [], "")
+            both: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(rows, gate, linear.packed[1], up_bias, "mul")
+            return both[: x.shape[0]]
         both = self.multiply(linear, x)
         if both.is_cuda:
             from engine.kernels.activation import silu_mul
@@ -145,10 +147,12 @@ def _is_few_rows(x: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] <= _FEW_ROWS and x.dtype != torch.float32
 
 
-def _multiply_packed(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
-) -> torch.Tensor:
-    """oneDNN's product. One row takes a kernel of its own, with other last bits: it is computed as two."""
-    rows = x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, activation, [], "")
+def _multiply_packed(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """oneDNN's product."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(_two_or_more(x), packed, bias, "none", [], "")
     return product[: x.shape[0]]
+
+
+def _two_or_more(x: torch.Tensor) -> torch.Tensor:
+    """The rows to multiply: oneDNN has another kernel for one row, with other last bits, so one is computed as two."""
+    return x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
