@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7, 0.85, 0.95])
     parser.add_argument("--max-overtaking", type=int, nargs="+", default=[0, 1, 2, 4, 8, 1000])
     parser.add_argument("--prompts", type=int, default=1500, help="of each seed")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-batched-tokens", type=int, default=2048)
     parser.add_argument("--step-ms", type=float, default=6.0)
     parser.add_argument("--token-us", type=float, default=27.6)
@@ -90,7 +90,7 @@ def main() -> None:
     print("| load | max_overtaking | mean | p50 | p99 | longest | short: p50 / p99 | long: p50 / p99 | overtaken |")
     print("|---|---|---|---|---|---|---|---|---|")
     for load in arguments.loads:
-        drawn = [draw_prompts(arguments.prompts, load * capacity, seed) for seed in range(arguments.seeds)]
+        drawn = [draw_prompts(arguments.prompts, load * capacity, seed) for seed in arguments.seeds]
         short = np.concatenate([[tokens <= SHORT[1] for _, tokens in prompts] for prompts in drawn])
         for times in arguments.max_overtaking:
             runs = [simulate(prompts, times, budget, seconds, per_token, arguments.kv_tokens) for prompts in drawn]

@@ -7,8 +7,6 @@ its thread.
 from __future__ import annotations
 
 import asyncio
-import bisect
-import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,7 +17,6 @@ import grpc.aio
 import structlog
 import xxhash
 
-from engine.engine import Reservation
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
@@ -30,6 +27,7 @@ from services.rpc_server import make_channel
 from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
 from services.worker.metrics import WorkerMetrics
+from services.worker.room import Room
 from services.worker.transfer_wire import from_sender_frame, to_receiver_frame
 
 log = structlog.get_logger()
@@ -69,15 +67,6 @@ class Receiving:
     quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A request that waits for room; the lower priority goes first, then the ticket."""
-
-    priority: int
-    ticket: int
-    comes: asyncio.Future[None]
-
-
 class KvReceiver:
     """All transfers into this worker."""
 
@@ -103,8 +92,7 @@ class KvReceiver:
         self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}
-        self._room: list[Turn] = []  # requests that wait for blocks, next one first
-        self._tickets = itertools.count()
+        self._room = Room(engine)
 
     def start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
         """Has `prefill` compute the request's prompt; falls back to computing it here."""
@@ -127,12 +115,11 @@ class KvReceiver:
 
     def blocks_freed(self) -> None:
         """A step ended: the first request that waits for room tries again."""
-        if self._room and not self._room[0].comes.done():
-            self._room[0].comes.set_result(None)
+        self._room.freed()
 
     def tick(self, now: float) -> None:
         """Leases, deadlines and fencing; several times a second."""
-        self.blocks_freed()
+        self._room.freed()
         for receiving in list(self._transfers.values()):
             machine = receiving.machine
             self._carry_out(receiving, machine.on_tick(now))
@@ -161,7 +148,7 @@ class KvReceiver:
         engine = self._engine.engine
         try:
             link = await self._link(prefill)
-            reservation = await self._reserve(request)
+            reservation = await self._room.reserve(request)
         except Exception as error:  # whatever it is, the request can still be computed here
             log.warning(
                 "prefill goes local", request=key, reason=str(error) or "no room for its KV before its deadline"
@@ -190,29 +177,6 @@ class KvReceiver:
         link.connector.expect(key, blocks)
         self._transfers[key] = link.transfers[key] = receiving
         self._carry_out(receiving, receiving.machine.start(now))
-
-    async def _reserve(self, request: Request) -> Reservation:
-        """Blocks for the request; waits for its turn. TimeoutError when its deadline comes first.
-
-        However long that takes, its prompt is not computed here instead: a full worker has decodes to go on with.
-        """
-        engine = self._engine.engine
-        ticket = next(self._tickets)
-        if self._room:
-            await self._wait_for_room(request, ticket)
-        while (reservation := await self._engine.call(lambda: engine.reserve(request))) is None:
-            await self._wait_for_room(request, ticket)
-        self.blocks_freed()  # perhaps there is room for the next, too
-        return reservation
-
-    async def _wait_for_room(self, request: Request, ticket: int) -> None:
-        turn = Turn(request.priority, ticket, asyncio.get_running_loop().create_future())
-        bisect.insort(self._room, turn, key=lambda t: (t.priority, t.ticket))
-        try:
-            async with asyncio.timeout(max(0.0, request.deadline - time.monotonic())):
-                await turn.comes
-        finally:
-            self._room.remove(turn)
 
     # Links
 

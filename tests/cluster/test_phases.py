@@ -1,6 +1,8 @@
 """Each worker keeps to its phase: decode workers compute no prompts unless asked, and then in small chunks."""
 
 import concurrent.futures
+import itertools
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,31 @@ def test_a_short_prompt_passes_a_long_one_unless_arrival_counts(max_overtaking: 
             first.result()
             second.result()
         assert ended == (["short", "long"] if max_overtaking else ["long", "short"])
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
+
+
+def test_small_requests_do_not_take_the_room_that_a_large_one_waits_for(tmp_path: Path) -> None:
+    options = ("--dummy-seed", "5", "--threads", "1", "--local-prefill-tokens", "0", "--kv-blocks", "40")
+    cluster = start_cluster(tmp_path / "up", *options, model=str(tiny_model(tmp_path / "tiny")))
+    try:
+        answered = threading.Event()
+        counter = itertools.count()
+
+        def ask_small_ones() -> None:
+            while not answered.is_set() and (number := next(counter)) < 200:
+                ask(cluster, [100 * number + 10 + i for i in range(60)], 60)
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            streams = [pool.submit(ask_small_ones) for _ in range(12)]
+            wait_for(cluster, "tandem_kv_transfers_total", 12, outcome="committed")
+            ask(cluster, list(range(20_000, 20_560)), 4)  # most of the pool
+            before_the_end = next(counter) < 200
+            answered.set()
+            for stream in streams:
+                stream.result()
+        assert before_the_end
         cluster.wait_idle()
     finally:
         stop_cluster(cluster)

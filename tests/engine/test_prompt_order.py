@@ -109,6 +109,7 @@ def test_a_long_prompt_gives_way_for_a_known_time_only() -> None:
     long = engine.add(ask("long", list(range(40)), max_tokens=1))
     overtaken = 0
     while "long" not in engine.ended:
+        assert overtaken < 1000
         engine.add(ask(f"short {engine.arrivals}", [engine.arrivals] * 8, max_tokens=1))
         overtaken += sum(count for name, count in tokens(engine.step()).items() if name != "long")
     assert overtaken == 3 * (40 - 8)
@@ -220,3 +221,23 @@ def test_no_prompt_is_admitted_into_blocks_that_an_earlier_one_under_way_needs()
     engine.run()
     assert list(engine.ended) == ["long", "short"] and engine.computed == 32 + 1 + 3  # nothing twice
     engine.assert_idle()
+
+
+def test_no_reservation_takes_blocks_that_an_earlier_prompt_under_way_needs() -> None:
+    engine = FakeEngine(num_blocks=9, max_batched_tokens=8)
+    engine.add(ask("long", list(range(32)), max_tokens=2))
+    engine.step()
+    assert engine.pool.num_free == 7
+    assert not engine.scheduler.reserve(engine.sequence(ask("landing", list(range(50, 58)))))
+    assert engine.scheduler.reserve(engine.sequence(ask("urgent", list(range(50, 58)), priority=-1)))
+
+
+def test_a_prompt_that_finds_no_room_closes_admission() -> None:
+    """Else the blocks that it waits for would go to small ones, one after the other."""
+    engine = FakeEngine(num_blocks=6, max_batched_tokens=64, max_overtaking=0)
+    engine.add(ask("running", list(range(8)), max_tokens=5))
+    engine.step()
+    engine.add(ask("large", list(range(50, 66)), max_tokens=1))
+    engine.add(ask("small", [1], max_tokens=1))
+    engine.run()
+    assert list(engine.ended) == ["running", "large", "small"]

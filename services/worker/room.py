@@ -1,0 +1,63 @@
+"""Room for KV that peers will write: who gets it next when the pool is full.
+
+By priority, then by arrival, and nobody passes one that waits: else a stream of small requests would keep a large one
+out for ever. However long it takes, the prompt is not computed here instead: a full worker has decodes to go on with.
+"""
+
+import asyncio
+import bisect
+import itertools
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.engine import Reservation
+from engine.request import Request
+from services.worker.engine_thread import EngineThread
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Turn:
+    """A request that wants room; the lowest goes first."""
+
+    priority: int
+    ticket: int
+    comes: asyncio.Event = field(default_factory=asyncio.Event, compare=False)
+
+
+class Room:
+    """Reservations in the engine, in order. Lives on the event loop; attempts run on the engine thread, one by one."""
+
+    def __init__(self, engine: EngineThread) -> None:
+        self._engine = engine
+        self._tickets = itertools.count()
+        self._turns: list[Turn] = []  # next one first
+        self._refused: set[Turn] = set()  # belongs to the engine thread: those that found no room
+
+    async def reserve(self, request: Request) -> Reservation:
+        """Blocks for the request's KV. Raises TimeoutError at its deadline, ValueError if it cannot ever run."""
+        turn = Turn(request.priority, next(self._tickets))
+        bisect.insort(self._turns, turn)
+        try:
+            while (reservation := await self._engine.call(partial(self._attempt, request, turn))) is None:
+                async with asyncio.timeout(max(0.0, request.deadline - time.monotonic())):
+                    await turn.comes.wait()
+                turn.comes.clear()
+            return reservation
+        finally:
+            self._turns.remove(turn)
+            self._engine.post(partial(self._refused.discard, turn))
+            self.freed()  # perhaps there is room for the next, too
+
+    def freed(self) -> None:
+        """Blocks may be free: the next request tries again."""
+        if self._turns:
+            self._turns[0].comes.set()
+
+    def _attempt(self, request: Request, turn: Turn) -> Reservation | None:
+        """Engine thread."""
+        passes_none = min(self._refused, default=turn) >= turn
+        reservation = self._engine.engine.reserve(request) if passes_none else None
+        if reservation is None:
+            self._refused.add(turn)
+        return reservation
