@@ -76,19 +76,21 @@ class DecodeGraphs:
         """Sequences of a batch at most."""
         return self._sizes[-1]
 
-    def run(
-        self, spans: Sequence[Span], token_ids: Sequence[int] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def known(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Token ids int64 [N]; for each below 0 that which the sequence of its table row, int [N], has sampled last."""
+        return torch.where(token_ids < 0, self.last_tokens[rows].long(), token_ids).clamp(min=0)
+
+    def run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(logits [B, vocab_size], best tokens, table rows) of spans of one token each; logits last until the next run.
 
-        Without `token_ids` each sequence goes on with its last token. A best token is -1 where logits are not finite.
-        Tokens and rows are int64 [B].
+        A sequence whose token id is below 0 goes on with that which it sampled last. A best token is -1 where logits
+        are not finite. Tokens and rows are int64 [B].
         """
         count = len(spans)
         size = next(size for size in self._sizes if size >= count)
         pinned = torch.empty((3, size), dtype=torch.int32, pin_memory=True)
         host = pinned.numpy()
-        host[0, :count] = -1 if token_ids is None else token_ids
+        host[0, :count] = token_ids
         host[1, :count] = [span.start for span in spans]
         host[2, :count] = self._backend.tables.rows_of([span.block_ids for span in spans])
         host[:2, count:] = 0

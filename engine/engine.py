@@ -100,8 +100,8 @@ class EngineStats(msgspec.Struct):
 class Engine:
     """One model on one device, with its KV cache, scheduler and sampler.
 
-    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the cache. `interrupted()` says
-    whether somebody waits for a step to end; on a device none is then computed ahead.
+    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the cache. `listen()`
+    is called there just before the next step is planned ahead: what it adds can still join that step.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -121,7 +121,7 @@ class Engine:
         self.kv_cache = KVCache(spec, num_blocks, buffer, config.device)
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
         self.on_layer: Callable[[int, Step], None] | None = None
-        self.interrupted: Callable[[], bool] = lambda: False
+        self.listen: Callable[[], None] = lambda: None
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(
             self._pool,
@@ -197,7 +197,7 @@ class Engine:
             graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size, progress.on_layer)
         self.computation = Computation(model, attention, graphs)
         model, attention, graphs = loaded.group.lead(model, attention, graphs)
-        return CudaRunner(model, attention, sampler, graphs, progress, self.max_model_len, lambda: self.interrupted())
+        return CudaRunner(model, attention, sampler, graphs, progress)
 
     # Requests
 
@@ -324,11 +324,9 @@ class Engine:
         started = time.monotonic()
         step = self._scheduler.schedule()
         outputs, self._pending = self._pending, []
-        if self._runner.overlaps:
-            self._scheduler.extend(step)
         if step.entries:
             try:
-                result = self._runner.run(step.entries, self._hook(step))
+                result = self._runner.run(step.entries, self._hook(step), lambda: self._foresee(step))
             except RankError:
                 raise
             except Exception as error:  # whatever the model or the hook raises
@@ -339,6 +337,11 @@ class Engine:
             outputs.append(_output(sequence))
         self._steps += 1
         return StepOutput(outputs, self._pool.drain_events(), step, time.monotonic() - started)
+
+    def _foresee(self, step: Step) -> list[Entry]:
+        """Entries of the step after `step`, which is under way."""
+        self.listen()
+        return self._scheduler.foresee(step)
 
     def _hook(self, step: Step) -> Callable[[int], None] | None:
         hook = self.on_layer

@@ -57,8 +57,6 @@ class StepResult:
 class Runner:
     """Runs steps on one model and one cache."""
 
-    overlaps = False  # a step is over when `run` returns
-
     def __init__(self, model: Model, attention: AttentionBackend, sampler: Sampler, device: str = "cpu") -> None:
         self.model = model
         self.attention = attention
@@ -66,8 +64,16 @@ class Runner:
         self._device = device
 
     @torch.inference_mode()
-    def run(self, entries: Sequence[Entry], on_layer: Callable[[int], None] | None = None) -> StepResult:
-        """Computes the entries. `on_layer(layer)` is called when the step's KV of that layer is in the cache."""
+    def run(
+        self,
+        entries: Sequence[Entry],
+        on_layer: Callable[[int], None] | None = None,
+        foresee: Callable[[], Sequence[Entry]] = lambda: (),
+    ) -> StepResult:
+        """Computes the entries. `on_layer(layer)` is called when the step's KV of that layer is in the cache.
+
+        `foresee()` gives the next step's entries to runners that begin it before this one's tokens are known.
+        """
         spans = [Span(entry.sequence.block_ids, entry.start, entry.num_tokens) for entry in entries]
         token_ids = [token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end]]
         positions = np.concatenate([np.arange(entry.start, entry.end) for entry in entries])

@@ -9,6 +9,7 @@ way alike; `engine.prompt_order` says who is next. When blocks run out, the runn
 
 import bisect
 import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
@@ -77,6 +78,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []  # ended outside of complete(); told with the next step
         self._order = PromptOrder(pool, max_overtaking)
+        self._foreseen: list[Entry] = []  # of the next step
         self._stalled_at = -1  # free blocks when the last step found nothing to compute: it takes more to go on
 
     @property
@@ -132,7 +134,7 @@ class Scheduler:
         if len(self._running) + self._num_in_state(State.RESERVED) >= self.max_running:
             return False
         cached, needed = self._match(sequence, len(sequence.token_ids))
-        owed = self._owed(sequence, [*self._waiting, *self._prompts_under_way()])
+        owed = self._owed(sequence, [*self._waiting, *self._prompts_under_way({})])
         if self._free_besides(sequence, cached) < needed + len(self._running) + owed:
             return False
         self._take(sequence, cached, needed)
@@ -200,21 +202,39 @@ class Scheduler:
         for sequence in list(self.sequences.values()):
             if sequence.request.deadline < now and sequence.state in (State.WAITING, State.RUNNING):
                 self._end(sequence, "error", "deadline exceeded")
-        entries = self._decodes()
-        budget = self.max_batched_tokens - len(entries)
-        if budget > 0:
-            entries += self._chunks(min(budget, self.max_mixed_prefill_tokens) if entries else budget)
+        entries, self._foreseen = [entry for entry in self._foreseen if _still_holds(entry)], []
+        if entries:
+            budget = self.max_batched_tokens - sum(entry.num_tokens for entry in entries)
+            chunks = sum(entry.num_tokens for entry in entries if entry.sequence.num_uncomputed_tokens > 1)
+            if chunks <= self.max_mixed_prefill_tokens:
+                entries = self._decodes({entry.sequence for entry in entries}, budget) + entries
+        else:
+            entries = self._decodes((), self.max_batched_tokens)
+            entries += self._chunks(self._prompt_budget(entries), {})
         entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]  # not preempted since
         ended, self._ended = self._ended, []
         self._stalled_at = -1 if entries or ended else self.pool.num_free
         return Step(entries, ended)
 
-    def extend(self, step: Step) -> None:
-        """Gives sequences that sample a block for the next token, where blocks are plenty: it may be computed ahead."""
-        for entry in step.entries:
-            full = len(entry.sequence.block_ids) * self.block_size <= entry.end
-            if full and entry.samples and self.pool.num_free > len(self._running):
-                entry.sequence.block_ids += self.pool.allocate(1)
+    def foresee(self, step: Step) -> list[Entry]:
+        """The entries of the step after `step`, before the tokens that it samples are known; none if blocks are scarce.
+
+        As if these tokens ended no sequence: the next entry of one begins where its known tokens end. Prompts are
+        admitted. The next call of `schedule` keeps to what was foreseen and still holds.
+        """
+        if self.pool.num_free < self._blocks_for(self.max_batched_tokens) + 2 * len(self._running):
+            return []  # somebody may have to give way, which is better decided when it comes to it
+        after = {entry.sequence: entry.end for entry in step.entries}
+        entries: list[Entry | None] = []
+        for sequence in sorted(self._running, key=lambda s: s.claim):
+            start = after.get(sequence, sequence.num_computed_tokens)
+            missing = len(sequence.token_ids) - start
+            if missing == 1 or (missing == 0 and self._goes_on(sequence)):
+                entries.append(self._continue(sequence, start, 1))
+        decodes = [entry for entry in entries[: self.max_batched_tokens] if entry is not None]
+        chunks = self._chunks(self._prompt_budget(decodes), after)
+        self._foreseen = [entry for entry in decodes + chunks if entry.sequence.state is State.RUNNING]
+        return self._foreseen
 
     def complete(self, step: Step, sampled: dict[str, int]) -> list[Sequence]:
         """Books a computed step and appends sampled tokens. Returns the sequences that got a token or ended."""
@@ -245,39 +265,54 @@ class Scheduler:
         self._running.append(sequence)
         self._stalled_at = -1
 
-    def _prompts_under_way(self) -> list[Sequence]:
-        return [sequence for sequence in self._running if sequence.num_uncomputed_tokens > 1]
+    def _prompts_under_way(self, after: Mapping[Sequence, int]) -> list[Sequence]:
+        return [s for s in self._running if len(s.token_ids) - after.get(s, s.num_computed_tokens) > 1]
 
-    def _decodes(self) -> list[Entry]:
-        """The next token of each sequence that lacks but one, best claim first."""
-        decodes = sorted((s for s in self._running if s.num_uncomputed_tokens == 1), key=lambda s: s.claim)
-        entries = (self._continue(sequence, 1) for sequence in decodes[: self.max_batched_tokens])
+    def _prompt_budget(self, decodes: list[Entry]) -> int:
+        """Prompt tokens that a step with these decodes may hold."""
+        budget = self.max_batched_tokens - len(decodes)
+        return min(budget, self.max_mixed_prefill_tokens) if decodes else budget
+
+    def _decodes(self, besides: Collection[Sequence], budget: int) -> list[Entry]:
+        """The next token of each other sequence that lacks but one, best claim first, `budget` at most."""
+        lacking = [s for s in self._running if s.num_uncomputed_tokens == 1 and s not in besides]
+        decodes = sorted(lacking, key=lambda s: s.claim)[:budget]
+        entries = (self._continue(sequence, sequence.num_computed_tokens, 1) for sequence in decodes)
         return [entry for entry in entries if entry is not None]
 
-    def _chunks(self, budget: int) -> list[Entry]:
-        """Prompt tokens, `budget` at most. The first prompt for which there is no room closes admission."""
+    def _chunks(self, budget: int, after: Mapping[Sequence, int]) -> list[Entry]:
+        """Prompt tokens, `budget` at most. The first prompt for which there is no room closes admission.
+
+        `after`: where sequences stand once a step is booked that is under way.
+        """
         entries: list[Entry] = []
-        prompts = [*self._waiting[:WINDOW], *self._prompts_under_way()]
+        prompts = [*self._waiting[:WINDOW], *self._prompts_under_way(after)]
         room = self.max_running - self._num_in_state(State.RESERVED)
         for sequence in self._order.sort(prompts):
+            if budget < 1:
+                break
             entry = None
             if sequence.state is State.RUNNING:
-                entry = self._continue(sequence, budget)
+                start = after.get(sequence, sequence.num_computed_tokens)
+                entry = self._continue(sequence, start, min(len(sequence.token_ids) - start, budget))
             elif len(self._running) < room and (entry := self._admit(sequence, budget)) is None:
                 room = 0
             if entry is not None:
                 entries.append(entry)
                 budget -= entry.num_tokens
-            if budget < 1:
-                break
         self._order.book(prompts, {entry.sequence: entry.num_tokens for entry in entries})
         return entries
 
-    def _continue(self, sequence: Sequence, budget: int) -> Entry | None:
-        """Up to `budget` tokens of a running sequence; None if there is no room, or it was preempted for another."""
-        start, count = sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget)
+    def _continue(self, sequence: Sequence, start: int, count: int) -> Entry | None:
+        """Tokens of a running sequence; None if there is no room, or it was preempted for another."""
         goes_on = sequence.state is State.RUNNING and self._grow(sequence, start + count)
         return Entry(sequence, start, count) if goes_on else None
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether the sequence is sure to compute the token that it samples now, unless that is an end token."""
+        count = sequence.num_output_tokens + 1
+        long = count >= sequence.request.sampling.max_tokens or len(sequence.token_ids) + 1 >= self.max_model_len
+        return not sequence.hold and not long
 
     def _admit(self, sequence: Sequence, budget: int) -> Entry | None:
         """Moves a waiting sequence into the batch; None if there is no room for its first chunk."""
@@ -286,7 +321,7 @@ class Scheduler:
         count = min(len(sequence.token_ids) - start, budget)
         needed = self._blocks_for(start + count) - cached
         spare = self._free_besides(sequence, cached) - len(self._running)
-        if spare < needed + self._owed(sequence, self._prompts_under_way()):
+        if spare < needed + self._owed(sequence, self._prompts_under_way({})):
             if not self._running and not self._others_hold_blocks(sequence):
                 self._end_too_long(sequence)  # alone and still no room: it never fits
             return None
@@ -398,3 +433,13 @@ class Scheduler:
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_published = sequence.num_computed_tokens = 0
+
+
+def _still_holds(entry: Entry) -> bool:
+    """Whether a foreseen entry is what its sequence needs next."""
+    sequence = entry.sequence
+    return (
+        sequence.state is State.RUNNING
+        and sequence.num_computed_tokens == entry.start
+        and entry.end <= len(sequence.token_ids)
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engine.block_pool import BlockPool
 from engine.hashing import root_hash
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
 
 BLOCK = 4
@@ -56,10 +56,14 @@ class FakeEngine:
     max_model_len: int = 10_000
     max_overtaking: int = 4
     max_mixed_prefill_tokens: int = 10_000
+    foresees: bool = (
+        False  # computes the next step, as the scheduler foresees it, before it tells the tokens of this one
+    )
     arrivals: int = 0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, Sequence] = field(default_factory=dict)
     computed: int = 0  # tokens, over all steps
+    kept: int = 0  # entries that were foreseen
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
@@ -73,6 +77,7 @@ class FakeEngine:
             max_model_len=self.max_model_len,
         )
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.ahead: list[tuple[Entry, list[int]]] = []
 
     def sequence(self, request: Request, *, hold: bool = False, root: bytes = ROOT) -> Sequence:
         self.arrivals += 1
@@ -110,11 +115,10 @@ class FakeEngine:
         for entry in step.entries:
             sequence = entry.sequence
             assert sequence.state is State.RUNNING and entry.num_tokens > 0
-            for position in range(entry.start, entry.end):
-                slot = self.slot(sequence, position)
-                assert self.pool._hash_of[slot[0]] is None, "a block that others may find is written"
-                self.memory[slot] = tuple(sequence.token_ids[: position + 1])
-            self.computed += entry.num_tokens
+            if any(entry == own and sequence.block_ids is blocks for own, blocks in self.ahead):
+                self.kept += 1
+            else:
+                self._compute(entry, sequence.token_ids)
         for entry in step.entries:
             sequence = entry.sequence
             for position in range(entry.end):
@@ -122,11 +126,27 @@ class FakeEngine:
             sampling = sequence.request.sampling
             if entry.samples and sampling.max_tokens:
                 sampled[sequence.request_id] = sample(sequence.token_ids, sequence.num_output_tokens, sampling)
+        self.ahead = []
+        if self.foresees:
+            foreseen = self.scheduler.foresee(step)
+            assert sum(entry.num_tokens for entry in foreseen) <= self.max_batched_tokens
+            assert len({id(entry.sequence) for entry in foreseen}) == len(foreseen)
+            for entry in foreseen:
+                assert entry.sequence.state is State.RUNNING and entry.num_tokens > 0
+                self._compute(entry, [*entry.sequence.token_ids, sampled.get(entry.sequence.request_id, -1)])
+            self.ahead = [(entry, entry.sequence.block_ids) for entry in foreseen]
         for sequence in self.scheduler.complete(step, sampled):
             self._took(sequence, sampled.get(sequence.request_id))
         for sequence in step.ended:
             self._took(sequence, None)
         return step
+
+    def _compute(self, entry: Entry, token_ids: list[int]) -> None:
+        for position in range(entry.start, entry.end):
+            slot = self.slot(entry.sequence, position)
+            assert self.pool._hash_of[slot[0]] is None, "a block that others may find is written"
+            self.memory[slot] = tuple(token_ids[: position + 1])
+        self.computed += entry.num_tokens
 
     def _took(self, sequence: Sequence, token: int | None) -> None:
         assert sequence.request_id not in self.ended, "told twice that it ended"

@@ -177,12 +177,13 @@ class LedGraphs:
         self._group = group
         self.largest = graphs.largest
 
-    def run(
-        self, spans: Sequence[Span], token_ids: Sequence[int] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def known(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See `DecodeGraphs.known`."""
+        return self._graphs.known(token_ids, rows)
+
+    def run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `DecodeGraphs.run`."""
-        given = None if token_ids is None else list(token_ids)
-        with self._group.together(Decode(self._group.spans.write(spans), given)):
+        with self._group.together(Decode(self._group.spans.write(spans), list(token_ids))):
             return self._graphs.run(spans, token_ids)
 
     def keep(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:

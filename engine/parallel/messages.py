@@ -67,7 +67,7 @@ class Decode(msgspec.Struct, tag=True):
     """`run` of the decode graphs."""
 
     spans: Spans
-    token_ids: list[int] | None
+    token_ids: list[int]
 
 
 class Keep(msgspec.Struct, tag=True):

@@ -1,6 +1,7 @@
 """The engine's own thread: it alone touches the engine; everybody else posts calls to it.
 
-The loop is: run posted calls, compute one step, hand the step's results to the event loop in one go.
+The loop is: run posted calls, compute one step, hand the step's results to the event loop in one go. On a device calls
+run inside steps as well, where the engine listens before it plans ahead.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ class EngineThread:
         self._on_step = on_step
         self._on_crash = on_crash
         self._calls: queue.SimpleQueue[object] = queue.SimpleQueue()
-        engine.interrupted = lambda: not self._calls.empty()
+        self._failed_call: Exception | None = None
+        engine.listen = self._run_posted
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.last_progress = time.monotonic()  # moves with every step, and while there is nothing to do
@@ -76,12 +78,26 @@ class EngineThread:
             while self._run_calls():
                 if self.engine.has_work():
                     output = self.engine.step()
+                    if self._failed_call is not None:
+                        raise self._failed_call
                     self.last_progress = time.monotonic()
                     if self.after_step is not None:
                         self.after_step(output)
                     self._loop.call_soon_threadsafe(self._on_step, output)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._on_crash, error)
+
+    def _run_posted(self) -> None:
+        """Inside a step: runs what has been posted so far. The step goes on, whatever comes of it."""
+        try:
+            for _ in range(self._calls.qsize()):
+                item = self._calls.get_nowait()
+                if item is _STOP:
+                    self._calls.put(item)  # for when the step is over
+                    return
+                item()  # type: ignore[operator]
+        except Exception as error:
+            self._failed_call = error
 
     def _run_calls(self) -> bool:
         """Runs what was posted; waits for a call while there is nothing to compute. False: stop."""

@@ -257,3 +257,58 @@ def test_abort_between_schedule_and_complete_drops_the_token() -> None:
     assert engine.scheduler.complete(step, {"r": 1}) == []
     engine.run()
     engine.assert_idle()
+
+
+def test_next_step_is_foreseen_and_kept() -> None:
+    engine = FakeEngine(num_blocks=100, max_batched_tokens=8, foresees=True)
+    engine.add(ask("a", [1, 2, 3], max_tokens=4))
+    engine.step()
+    assert [(e.sequence.request_id, e.start, e.num_tokens) for e, _ in engine.ahead] == [("a", 3, 1)]
+    engine.add(ask("late", [4, 5], max_tokens=4))
+    step = engine.step()  # what was foreseen, and nothing else; meanwhile the late prompt joined the one after
+    assert [entry.sequence.request_id for entry in step.entries] == ["a"] and engine.kept == 1
+    assert [(e.sequence.request_id, e.start, e.num_tokens) for e, _ in engine.ahead] == [("a", 4, 1), ("late", 0, 2)]
+    engine.add(ask("long", list(range(40)), max_tokens=2))
+    engine.step()
+    assert [(e.sequence.request_id, e.num_tokens) for e, _ in engine.ahead] == [("a", 1), ("late", 1), ("long", 6)]
+    engine.step()  # a's last token is sampled here: no entry is foreseen after it
+    assert [(e.sequence.request_id, e.num_tokens) for e, _ in engine.ahead] == [("late", 1), ("long", 7)]
+    engine.run()
+    engine.assert_idle()
+
+
+def test_what_was_foreseen_for_an_ended_sequence_is_dropped() -> None:
+    engine = FakeEngine(num_blocks=100, foresees=True)
+    for name in ("a", "b"):
+        engine.add(ask(name, [1, 2, ord(name)], max_tokens=6))
+    engine.step()
+    engine.scheduler.abort("a")
+    step = engine.step()
+    assert [entry.sequence.request_id for entry in step.entries] == ["b"] and engine.kept == 1
+    engine.run()
+    engine.assert_idle()
+
+
+def test_tokens_do_not_depend_on_foresight() -> None:
+    requests = [ask(f"r{i}", [i % 3] * (1 + 5 * i % 17), max_tokens=1 + i % 9, eos_token_ids=(EOS,)) for i in range(40)]
+    for foresees in (False, True):
+        engine = FakeEngine(num_blocks=60, foresees=foresees)
+        for i, request in enumerate(requests):
+            engine.add(request)
+            if i % 3 == 0:
+                engine.step()
+        engine.run()
+        engine.assert_idle()
+        for request in requests:
+            engine.assert_exact(request)
+        assert (engine.kept > 50) == foresees
+
+
+def test_nothing_is_foreseen_where_somebody_may_have_to_give_way() -> None:
+    engine = FakeEngine(num_blocks=6, max_batched_tokens=16, foresees=True)
+    engine.add(ask("a", [1, 2, 3], max_tokens=4))
+    engine.add(ask("b", [1, 2, 4], max_tokens=4))
+    engine.step()
+    assert not engine.ahead
+    engine.run()
+    engine.assert_idle()

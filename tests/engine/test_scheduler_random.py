@@ -13,12 +13,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Requests, aborts, handoffs that land or fail, at random: tokens are exact and nothing leaks."""
 
     @initialize(
-        num_blocks=st.integers(4, 10),
+        num_blocks=st.integers(4, 20),
         max_batched_tokens=st.sampled_from([2, 5, 16, 32]),
         max_running=st.integers(2, 6),
         max_model_len=st.sampled_from([20, 10_000]),
         max_overtaking=st.sampled_from([0, 1, 4]),
         max_mixed_prefill_tokens=st.sampled_from([1, 3, 10_000]),
+        foresees=st.booleans(),
     )
     def start(self, **sizes: int) -> None:
         self.engine = FakeEngine(**sizes)
