@@ -129,7 +129,7 @@ def flash_attention_3(case: Case) -> Callable[[], torch.Tensor]:
 def torch_contiguous(case: Case) -> Callable[[], torch.Tensor]:
     """torch's fused attention on keys and values that lie in order, where it needs no mask."""
     if case.length > 1 and case.starts[0]:
-        raise NotImplementedError("a chunk after cached tokens needs a mask, which the fused kernels do not take")
+        raise ValueError("a chunk after cached tokens needs a mask, which the fused kernels do not take")
     k, v = case.contiguous()
     q = case.q.view(len(case.starts), case.length, HEADS, DIM).transpose(1, 2).contiguous()
     causal = case.length > 1

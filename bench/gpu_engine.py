@@ -188,6 +188,42 @@ def small_model_agrees(shape: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def flips(name: str) -> dict[str, Any]:
+    """How often greedy tokens of a bfloat16 model depend on the batch: the same 16 prompts alone, together, and busy.
+
+    Weights are random, so logits lie nearer to each other than in a trained model: an upper bound.
+    """
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", kv_memory=4 << 30, max_batched_tokens=2048, max_running=64, dummy_seed=1
+    )
+    engine = Engine.build(folder_of(SHAPES[name]), config)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 1000, (150 + 7 * i,), generator=generator).tolist() for i in range(64)]
+
+    def answers(prompts: list[list[int]]) -> list[list[int]]:
+        engine.clear_cache()
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for i, prompt in enumerate(prompts):
+            engine.add(request(str(i), prompt, 64))
+        while engine.has_work():
+            for output in engine.step().outputs:
+                tokens[int(output.request_id)] += output.token_ids
+        return tokens
+
+    alone = [answers([prompt])[0] for prompt in prompts[:16]]
+    found: dict[str, Any] = {}
+    for count in (16, 64):
+        same = [
+            next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+            for a, b in zip(alone, answers(prompts[:count])[:16], strict=True)
+        ]
+        agreed = sum(64 if first is None else first for first in same)
+        other = sum(first is not None for first in same)
+        found[f"{count} together"] = {"other_answers": other / 16, "flips_per_1000_tokens": 1000 * other / agreed}
+        print(name, count, found[f"{count} together"], flush=True)
+    return found
+
+
 def timed(run: Any, repeats: int) -> float:
     """Median seconds of `run`, device included."""
     times = []
@@ -304,6 +340,8 @@ def main() -> None:
     if "tokens" in arguments.parts:
         report["tokens_as_on_cpu"] = {name: small_model_agrees(shape) for name, shape in SMALL.items()}
         print(report["tokens_as_on_cpu"], flush=True)
+    if "flips" in arguments.parts:
+        report["flips"] = {name: flips(name) for name in arguments.shapes}
     if "speed" in arguments.parts:
         for name, weights, kv_dtype in itertools.product(arguments.shapes, arguments.weights, arguments.kv):
             key = name if weights == kv_dtype == "auto" else f"{name}, weights {weights}, kv {kv_dtype}"

@@ -69,7 +69,8 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text in which nothing is special."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # A batch of one, since only batches can do without offsets, which take a quarter of the time.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_template(self, rendered: str, quoted: Mapping[str, str] | None = None) -> list[int]:
         """Ids of a rendered template, in which special tokens count.
