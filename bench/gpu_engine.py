@@ -273,7 +273,7 @@ def speed(
     q, kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     body, head = layers * (h * (q + 2 * kv) + q * h + 3 * h * inner), shape["vocab_size"] * h
     kv_bytes = layers * kv * 2 * (2 if kv_dtype == "auto" else 1)
-    weight_bytes = body * (2 if weights == "auto" else 1) + 2 * head
+    weight_bytes = body * (2 if weights == "auto" else 1) + head * (1 if weights == "int8" else 2)
     generator = torch.Generator().manual_seed(3)
 
     def prompt(length: int) -> list[int]:
@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--parts", nargs="*", default=["attention", "tokens", "speed"])
-    parser.add_argument("--weights", nargs="*", default=["auto"], help="of auto (bfloat16) and fp8")
+    parser.add_argument("--weights", nargs="*", default=["auto"], help="of auto (bfloat16), fp8 and int8")
     parser.add_argument("--kv", nargs="*", default=["auto"], help="of auto (bfloat16) and fp8")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--prompts", nargs="*", type=int, default=[256, 1024, 4096, 15000])

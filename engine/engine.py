@@ -49,7 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None  # tokens; None: what the model was made for
     vocab_size: int | None = None  # what the tokenizer knows; None: the model's own, padding included
     dtype: str = "float32"
-    quantization: str = "auto"  # of linear layers: as in the checkpoint; or "fp8": rounded while loading
+    quantization: str = "auto"  # of linear layers: as in the checkpoint; or rounded to "fp8" or "int8" while loading
     kv_dtype: str = "auto"  # of the KV cache: as `dtype`; or "fp8"
     device: str = "cpu"
     tensor_parallel: int = 1  # ranks, processes with a share of the model each; `kv_memory` and `threads` are of each

@@ -72,7 +72,7 @@ def up(
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="fp8: round weights while loading.  [default: auto, as they are stored]")
+        str | None, typer.Option(help="fp8 or int8: round weights while loading.  [default: auto, as they are stored]")
     ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="fp8: KV cache of one byte a number.  [default: as dtype]")

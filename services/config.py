@@ -56,7 +56,9 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     model: str = ""  # folder
     model_name: str = ""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    quantization: Literal["auto", "fp8"] = "auto"  # of linear layers' weights; auto: as they are in the checkpoint
+    quantization: Literal["auto", "fp8", "int8"] = (
+        "auto"  # of linear layers' weights; auto: as they are in the checkpoint
+    )
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of the KV cache; auto: as dtype
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel: int = 1  # processes, ranks, that share a worker's model

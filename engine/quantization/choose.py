@@ -5,8 +5,10 @@ import torch
 from engine.config import ModelError
 from engine.layers.decoder import Decoder
 from engine.layers.linear import Linear
-from engine.quantization.format import QuantisedFormat
+from engine.quantization.format import QuantisedFormat, UnpackedFormat
 from engine.quantization.fp8 import Fp8, Fp8Reference
+from engine.quantization.int8 import Int8
+from engine.quantization.int8_cpu import Int8OnCpu, bytes_are_exact
 
 _FP8_CAPABILITY = (8, 9)
 
@@ -21,6 +23,11 @@ def weight_format(stored: str | None, asked: str, dtype: torch.dtype, device: st
     name = stored if asked == "auto" else asked
     if name is None:
         return None
+    if name == "int8":
+        if device != "cpu":
+            return Int8()
+        exact = dtype == torch.float32 and bytes_are_exact()
+        return Int8OnCpu() if exact else UnpackedFormat("int8", torch.int8, dtype)
     if device == "cpu":
         return Fp8Reference(dtype)
     if dtype != torch.bfloat16:
@@ -39,8 +46,13 @@ def require_fp8(device: str) -> None:
 
 
 def quantise(model: Decoder, chosen: QuantisedFormat) -> None:
-    """Gives all linear layers but the output parameters of a format, before anything is loaded."""
+    """Gives the linear layers parameters of a format, before anything is loaded.
+
+    The output has floats in any checkpoint, and its weight may be the embedding's: it is rounded when it is packed.
+    """
     for layer in model.layers:
         for module in layer.modules():
             if isinstance(module, Linear):
                 chosen.allocate(module)
+    if chosen.includes_output and model.config.quantization is None:
+        model.lm_head.format = chosen

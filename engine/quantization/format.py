@@ -5,6 +5,9 @@ from torch import nn
 
 from engine.config import ModelError
 from engine.layers.linear import Linear, WeightFormat
+from engine.quantization.rounding import round_rows
+
+_ROUNDED_AT_ONCE = 8192  # rows, for the memory that it takes
 
 
 class QuantisedFormat(WeightFormat):
@@ -13,6 +16,7 @@ class QuantisedFormat(WeightFormat):
     name = ""  # in the configuration, and part of the identity of a model
     dtype = torch.int8
     multiple = 1  # both sizes of a weight must be multiples of this
+    includes_output = False  # whether the model's output layer is rounded, too, if the checkpoint has floats
 
     def allocate(self, linear: Linear) -> None:
         """Gives the linear layer parameters of this format, before anything is loaded."""
@@ -33,9 +37,27 @@ class QuantisedFormat(WeightFormat):
         """See `WeightFormat.add_product`."""
         stream += self.multiply(linear, x)
 
-    def _unpack(self, linear: Linear, dtype: torch.dtype) -> None:
-        """Turns the weight into plain numbers of `dtype`."""
+    def round(self, linear: Linear) -> None:
+        """Rounds a weight that was loaded as floats, such as one that is the embedding's, too."""
+        if linear.weight_scale is None:
+            pieces = [round_rows(rows, self.dtype) for rows in torch.split(linear.weight.detach(), _ROUNDED_AT_ONCE)]
+            linear.weight = nn.Parameter(torch.cat([rows for rows, _ in pieces]), requires_grad=False)
+            linear.weight_scale = nn.Parameter(torch.cat([scale for _, scale in pieces]), requires_grad=False)
+
+
+class UnpackedFormat(QuantisedFormat):
+    """Weights that are rounded when loaded, and then kept and multiplied as numbers of the model's type."""
+
+    def __init__(self, name: str, rounded: torch.dtype, dtype: torch.dtype) -> None:
+        """`rounded` to, and the model's `dtype`."""
+        self.name = name
+        self.dtype = rounded
+        self._dtype = dtype
+
+    def pack(self, linear: Linear) -> None:
+        """See `WeightFormat.pack`."""
         assert linear.weight_scale is not None
-        plain = (linear.weight.float() * linear.weight_scale).to(dtype)
+        plain = (linear.weight.float() * linear.weight_scale).to(self._dtype)
         linear.weight = nn.Parameter(plain, requires_grad=False)
         linear.weight_scale = None
+        super().pack(linear)

@@ -3,7 +3,7 @@
 import torch
 
 from engine.layers.linear import Linear
-from engine.quantization.format import QuantisedFormat
+from engine.quantization.format import QuantisedFormat, UnpackedFormat
 from engine.quantization.rounding import round_rows
 
 
@@ -38,19 +38,11 @@ class Fp8(QuantisedFormat):
         return product
 
 
-class Fp8Reference(QuantisedFormat):
+class Fp8Reference(UnpackedFormat):
     """On CPU: weights and tokens are rounded alike, but multiplied in the model's type, and take as much memory."""
 
-    name = Fp8.name
-    dtype = Fp8.dtype
-
     def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def pack(self, linear: Linear) -> None:
-        """See `WeightFormat.pack`."""
-        self._unpack(linear, self._dtype)
-        super().pack(linear)
+        super().__init__(Fp8.name, Fp8.dtype, dtype)
 
     def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """See `WeightFormat.multiply`."""

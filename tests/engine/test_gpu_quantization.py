@@ -84,13 +84,34 @@ def test_fp8_product_is_near_that_of_float32(rows: int, shape: tuple[int, int], 
     assert distance(stream.float() - before, wanted) < 0.05
 
 
+@pytest.mark.parametrize("rows", [1, 3, 40, 64, 1000, 1500])
+@pytest.mark.parametrize("shape", [*SHAPES, (96, 80)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_product_is_that_of_the_rounded_weight(rows: int, shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(shape[1], shape[0], device="cuda") * 0.02, torch.randn(rows, shape[0], device="cuda")
+    linear = Linear(*shape, bias=bias)
+    if bias:
+        linear.bias.normal_()
+    linear, x = quantised(linear, weight, "int8"), x.bfloat16()
+    rounded, scale = round_rows(weight, torch.int8)
+    added = linear.bias.double() if bias else None
+    wanted = torch.nn.functional.linear(x.double(), rounded.double() * scale.double(), added).float()
+    assert distance(linear(x), wanted) < 5e-3
+    stream = torch.randn(rows, shape[1], device="cuda").bfloat16()
+    before = stream.float()
+    linear.add_to(stream, x)
+    assert distance(stream.float() - before, wanted) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
 @pytest.mark.parametrize("rows", [1, 3, 30, 64])
-def test_gated_product_of_a_normed_stream(rows: int) -> None:
+def test_gated_product_of_a_normed_stream(rows: int, name: str) -> None:
     from engine.layers.norm import RMSNorm
 
     torch.manual_seed(0)
     weight, x = torch.randn(28672, 4096, device="cuda") * 0.02, torch.randn(rows, 4096, device="cuda").bfloat16()
-    linear = quantised(GatedLinear(4096, 14336, 14336), weight, "fp8")
+    linear = quantised(GatedLinear(4096, 14336, 14336), weight, name)
     norm = RMSNorm(4096, 1e-5).to("cuda", torch.bfloat16)
     both = torch.nn.functional.rms_norm(x.float(), (4096,), norm.weight.float(), 1e-5) @ weight.T
     gate, up = both.chunk(2, dim=1)
@@ -110,20 +131,22 @@ def logits(folder: Path, **options: Any) -> torch.Tensor:
         return model.logits(model.forward(tokens, context.positions, context)).float()
 
 
+@pytest.mark.parametrize(("name", "bound"), [("fp8", 0.2), ("int8", 0.06)])
 @pytest.mark.parametrize("family", ["llama-8b", "qwen3-0.6b"])
-def test_logits_are_near_those_of_float32(family: str) -> None:
+def test_logits_are_near_those_of_float32(family: str, name: str, bound: float) -> None:
     from bench.gpu_engine import SMALL, folder_of
 
     folder = folder_of(SMALL[family])
     plain = logits(folder, dtype=torch.float32, dummy_seed=3)
-    assert 0.005 < distance(logits(folder, dtype=torch.bfloat16, dummy_seed=3, quantization="fp8"), plain) < 0.2
+    assert 0.005 < distance(logits(folder, dtype=torch.bfloat16, dummy_seed=3, quantization=name), plain) < bound
 
 
-def test_an_engine_with_graphs_repeats_itself() -> None:
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_an_engine_with_graphs_repeats_itself(name: str) -> None:
     from bench.gpu_engine import SMALL, folder_of, generate
 
     config = EngineConfig(
-        device="cuda", dtype="bfloat16", quantization="fp8", dummy_seed=5, num_blocks=200, max_running=8
+        device="cuda", dtype="bfloat16", quantization=name, dummy_seed=5, num_blocks=200, max_running=8
     )
     engine = Engine.build(folder_of(SMALL["llama-8b"]), config)
     prompts = [[7 * i + j for j in range(20 + i)] for i in range(8)]

@@ -14,7 +14,8 @@ from engine.engine import Engine, EngineConfig
 from engine.layers.linear import GatedLinear, Linear
 from engine.parallel.group import TensorParallelGroup
 from engine.quantization.choose import weight_format
-from engine.quantization.fp8 import Fp8, Fp8Reference
+from engine.quantization.format import QuantisedFormat, UnpackedFormat
+from engine.quantization.fp8 import Fp8
 from engine.quantization.rounding import round_rows
 from engine.request import Request, SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -33,6 +34,12 @@ BY_CHANNEL = {
     "kv_cache_scheme": None,
 }
 BY_TENSOR = BY_CHANNEL | {"config_groups": {"group_0": GROUP | {"weights": WEIGHTS | {"strategy": "tensor"}}}}
+INTEGERS = BY_CHANNEL | {
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": GROUP | {"weights": WEIGHTS | {"type": "int"}, "input_activations": ACTIVATIONS | {"type": "int"}}
+    },
+}
 DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 
@@ -67,7 +74,7 @@ def is_quantised(name: str) -> bool:
 def write_quantised(
     source: Path, folder: Path, stored: dict[str, Any], *, by_tensor: bool, shape: tuple[int, ...], suffix: str = ""
 ) -> Path:
-    """The model of `source` in FP8 as `stored` says: scales of `shape`, -1 being the rows, named with `suffix`."""
+    """The model of `source` in eight bits as `stored` says; scales have a `shape` (-1: rows) and a name's `suffix`."""
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
@@ -75,7 +82,7 @@ def write_quantised(
     for name, tensor in load_file(source / "model.safetensors").items():
         if is_quantised(name):
             rows = tensor.reshape(1, -1) if by_tensor else tensor
-            rounded, scale = round_rows(rows, FP8)
+            rounded, scale = round_rows(rows, torch.int8 if stored is INTEGERS else FP8)
             tensors[name] = rounded.reshape(tensor.shape)
             tensors[f"{name}_scale{suffix}"] = scale.reshape(shape)
             if stored.get("activation_scheme") == "static":
@@ -108,63 +115,114 @@ def test_rows_with_infinities_are_no_numbers_and_leave_others_alone() -> None:
     assert [bool(row) for row in (rounded.float() * scale).isfinite().all(dim=1)] == [False, False, True]
 
 
-def test_a_product_loses_a_few_percent() -> None:
+def quantised(linear: Linear, chosen: QuantisedFormat) -> Linear:
+    """The linear layer with its weight in the format."""
+    weight = linear.weight.clone()
+    chosen.allocate(linear)
+    for parameter, values in zip((linear.weight, linear.weight_scale), round_rows(weight, chosen.dtype), strict=True):
+        parameter.copy_(values)
+    linear.pack()
+    return linear
+
+
+def on_cpu(name: str) -> list[QuantisedFormat]:
+    """The formats of this name that a CPU may have, those of other CPUs included."""
+    found = weight_format(None, name, torch.float32, "cpu")
+    unpacked = [UnpackedFormat("int8", torch.int8, torch.float32)] if name == "int8" else []
+    return [found, *unpacked] if unpacked and not isinstance(found, UnpackedFormat) else [found]
+
+
+FORMATS = [*on_cpu("fp8"), *on_cpu("int8")]
+
+
+def name_of(chosen: QuantisedFormat) -> str:
+    return type(chosen).__name__
+
+
+@pytest.mark.parametrize("chosen", FORMATS, ids=name_of)
+def test_a_product_loses_little(chosen: QuantisedFormat) -> None:
     torch.manual_seed(0)
     linear, x = Linear(1024, 300), torch.randn(50, 1024)
     linear.weight.data.normal_(0, 0.02)
     wanted = x @ linear.weight.T
-    weight = linear.weight.clone()
-    Fp8Reference(torch.float32).allocate(linear)
-    for place, values in zip((linear.weight, linear.weight_scale), round_rows(weight, FP8), strict=True):
-        place.copy_(values)
-    linear.pack()
-    assert 0.02 < distance(linear(x), wanted) < 0.045  # each of the factors is off by up to 1/16, evenly spread
+    error = distance(quantised(linear, chosen)(x), wanted)
+    # In FP8 each of the factors is off by up to 1/16, evenly spread; a weight of int8 by up to half a step of 1/127.
+    assert 0.02 < error < 0.045 if chosen.name == "fp8" else 0.003 < error < 0.012
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "biased"])
 def test_logits_are_near_those_of_float32(family: str, request: pytest.FixtureRequest) -> None:
     """Weights drawn at random average nothing out: what is lost in a product adds up through the layers."""
     folder = request.getfixturevalue(f"{family}_folder")
-    assert 0.01 < distance(logits(folder, quantization="fp8"), logits(folder)) < 0.2
+    plain = logits(folder)
+    assert 0.01 < distance(logits(folder, quantization="fp8"), plain) < 0.2
+    assert 0.001 < distance(logits(folder, quantization="int8"), plain) < 0.05
 
 
-def test_smollm2_predicts_as_well_and_mostly_the_same() -> None:
+@pytest.mark.parametrize(("quantization", "same", "worse"), [("fp8", 0.8, 0.1), ("int8", 0.9, 0.05)])
+def test_smollm2_predicts_as_well_and_mostly_the_same(quantization: str, same: float, worse: float) -> None:
     folder = resolve()
     text = "The capital of France is Paris. Its most famous sights are the Eiffel Tower and the Louvre, a museum. " * 3
     tokens = torch.tensor(Tokenizer.from_folder(folder).encode_template(text)[:60])
     best, loss = [], []
-    for quantization in ("auto", "fp8"):
-        model, _ = load_model(folder, quantization=quantization)
+    for chosen in ("auto", quantization):
+        model, _ = load_model(folder, quantization=chosen)
         with torch.inference_mode():
             found = model.logits(model(tokens, torch.arange(len(tokens)), DenseCausal()))
         best.append(found.argmax(dim=1))
         loss.append(float(torch.nn.functional.cross_entropy(found[:-1], tokens[1:])))
-    assert (best[0] == best[1]).float().mean() > 0.8
-    assert abs(loss[1] - loss[0]) < 0.1
+    assert (best[0] == best[1]).float().mean() > same
+    assert abs(loss[1] - loss[0]) < worse
 
 
+@pytest.mark.parametrize("chosen", FORMATS, ids=name_of)
+@pytest.mark.parametrize("shape", [(96, 80), (64, 160), (576, 1536)])
 @pytest.mark.parametrize("kind", [Linear, GatedLinear])
-@pytest.mark.parametrize("bias", [False, True])
-def test_rows_do_not_depend_on_the_batch(kind: type[Linear], bias: bool) -> None:
+def test_rows_do_not_depend_on_the_batch(kind: type[Linear], shape: tuple[int, int], chosen: QuantisedFormat) -> None:
     torch.manual_seed(0)
-    linear = kind(96, 80, 80, bias=bias)
-    if bias:
-        linear.bias.normal_()
-    Fp8Reference(torch.float32).allocate(linear)
-    rounded, scale = round_rows(torch.randn(160, 96), FP8)
-    linear.weight.copy_(rounded)
-    linear.weight_scale.copy_(scale)
-    linear.pack()
-    x = torch.randn(70, 96)
-    whole = linear(x)
-    for size in (1, 2, 3, 17, 33):
-        assert torch.equal(linear(x[:size]), whole[:size])
-        assert torch.equal(linear(x[-size:]), whole[-size:])
+    linear = kind(shape[0], shape[1], shape[1], bias=shape[0] == 64)
+    for parameter in linear.parameters():
+        parameter.data.normal_()
+    linear = quantised(linear, chosen)
+    x = torch.randn(70, shape[0])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            whole = linear(x)
+            for size in (1, 2, 3, 17, 33):
+                assert torch.equal(linear(x[:size]), whole[:size])
+                assert torch.equal(linear(x[-size:]), whole[-size:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("chosen", on_cpu("int8"), ids=name_of)
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_multiplies_by_the_rounded_weight(chosen: QuantisedFormat, bias: bool) -> None:
+    torch.manual_seed(0)
+    for kind in (Linear, GatedLinear):
+        linear = kind(100, 40, 40, bias=bias)
+        for parameter in linear.parameters():
+            parameter.data.normal_()
+        rounded, scale = round_rows(linear.weight, torch.int8)
+        x = torch.randn(9, 100) * torch.logspace(-3, 3, 9).unsqueeze(1)
+        x[2] = 0
+        x[3, 5] *= 100
+        added = None if linear.bias is None else linear.bias.double()
+        wanted = torch.nn.functional.linear(x.double(), rounded.double() * scale.double(), added)
+        if kind is GatedLinear:
+            wanted = torch.nn.functional.silu(wanted[:, :40]) * wanted[:, 40:]
+        found = quantised(linear, chosen)(x).double()
+        assert ((found - wanted).norm(dim=1) <= 1e-3 * wanted.norm(dim=1) + 1e-12).all()  # activations have 16 bits
+        x[4, 0], x[6, 1] = torch.nan, torch.inf
+        assert linear(x).isfinite().all(dim=1).tolist() == [True] * 4 + [False, True, False, True, True]
 
 
 @pytest.mark.parametrize(
     ("stored", "by_tensor", "shape", "suffix"),
     [
+        (INTEGERS, False, (-1, 1), ""),
         (BY_CHANNEL, False, (-1, 1), ""),
         (BY_CHANNEL, False, (-1,), ""),
         (BY_TENSOR, True, (1,), ""),
@@ -178,7 +236,7 @@ def test_stored_weights_are_loaded_as_they_are(
 ) -> None:
     folder = write_quantised(qwen2_folder, tmp_path / "q", stored, by_tensor=by_tensor, shape=shape, suffix=suffix)
     model, config = load_model(folder, dtype=torch.bfloat16)
-    assert config.quantization == "fp8"
+    assert config.quantization == ("int8" if stored is INTEGERS else "fp8")
     file = load_file(folder / "model.safetensors")
 
     def plain(name: str) -> torch.Tensor:
@@ -201,6 +259,16 @@ def test_stored_weights_are_loaded_as_they_are(
 def test_stored_and_rounded_while_loading_are_the_same(qwen3_folder: Path, tmp_path: Path) -> None:
     folder = write_quantised(qwen3_folder, tmp_path / "q", BY_CHANNEL, by_tensor=False, shape=(-1, 1))
     assert torch.equal(logits(folder), logits(qwen3_folder, quantization="fp8"))
+
+
+def test_int8_rounds_the_output_too_unless_the_checkpoint_is_quantised(qwen2_folder: Path, tmp_path: Path) -> None:
+    stored = write_quantised(qwen2_folder, tmp_path / "q", INTEGERS, by_tensor=False, shape=(-1, 1))
+    models = [load_model(folder, quantization="int8")[0] for folder in (qwen2_folder, stored)]
+    hidden = torch.randn(4, 64)
+    outputs = [model.lm_head(hidden) for model in models]
+    weight = load_file(qwen2_folder / "model.safetensors")["lm_head.weight"]
+    errors = [distance(output, hidden @ weight.T) for output in outputs]
+    assert errors[0] > 0.001 and errors[1] < 1e-5
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -285,17 +353,18 @@ def test_what_does_not_go_together_is_refused() -> None:
 def test_quantization_is_part_of_the_identity(qwen2_folder: Path) -> None:
     engines = [
         Engine.build(qwen2_folder, EngineConfig(num_blocks=8, quantization=quantization))
-        for quantization in ("auto", "fp8")
+        for quantization in ("auto", "fp8", "int8")
     ]
-    assert engines[0].fingerprint != engines[1].fingerprint
+    assert len({engine.fingerprint for engine in engines}) == 3
     assert engines[0].fingerprint == fingerprint(qwen2_folder, "float32")
 
 
-def test_the_engine_computes_the_same_alone_and_together(qwen3_folder: Path) -> None:
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
+def test_the_engine_computes_the_same_alone_and_together(qwen3_folder: Path, quantization: str) -> None:
     """Prompts in chunks and in batches of other sizes, and prefixes that are cached."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 512, (n,), generator=generator).tolist() for n in (5, 40, 70)]
-    engine = Engine.build(qwen3_folder, EngineConfig(num_blocks=64, max_batched_tokens=32, quantization="fp8"))
+    engine = Engine.build(qwen3_folder, EngineConfig(num_blocks=64, max_batched_tokens=32, quantization=quantization))
     alone = [run(engine, [prompt])[0] for prompt in prompts]
     assert run(engine, [*prompts, prompts[1]]) == [*alone, alone[1]]
 
