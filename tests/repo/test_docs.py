@@ -16,6 +16,7 @@ from services.worker.metrics import WorkerMetrics
 ROOT = Path(__file__).parents[2]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 
 @pytest.mark.parametrize("kind", [GatewayConfig, RouterConfig, WorkerConfig])
@@ -67,3 +68,10 @@ def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_files_of_the_engine_are_documented() -> None:
+    (section,) = re.findall(r"## The engine, file by file\n(.*?)\n## ", ARCHITECTURE, re.DOTALL)
+    named = re.findall(r"`([a-z_0-9/]+\.py)`", section)
+    files = [str(path.relative_to(ROOT / "engine")) for path in (ROOT / "engine").rglob("*.py")]
+    assert sorted(named) == sorted(name for name in files if not name.endswith("__init__.py"))
