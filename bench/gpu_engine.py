@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from engine.attention.base import LayerKind, Span
 from engine.engine import Engine, EngineConfig
@@ -304,6 +305,7 @@ def speed(
             begun = time.perf_counter()
             engine.step()  # ends with the tokens on the CPU
             steps.append(time.perf_counter() - begun)
+        idle = idle_share(engine, 10)
         for i in range(batch):
             engine.abort(f"d{batch}-{i}")
         while engine.has_work():
@@ -311,9 +313,27 @@ def speed(
         moved = weight_bytes + kv_bytes * batch * (context + 16)
         floor = max(moved / copy, 2 * (body + head) * batch / flops)
         seconds = sorted(steps)[len(steps) // 2]
-        found["decode"].append({"batch": batch, "ms": 1e3 * seconds, "of_limit": floor / seconds})
+        found["decode"].append({"batch": batch, "ms": 1e3 * seconds, "of_limit": floor / seconds, "idle_share": idle})
         print(name, weights, kv_dtype, found["decode"][-1], flush=True)
     return found | {"copy_bytes_per_s": copy, "bf16_flops": flops}
+
+
+def idle_share(engine: Engine, steps: int) -> float:
+    """Share of the time between the first and the last kernel of some steps in which none ran, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in trace.events() or ()
+        if event.device_type.name == "CUDA"
+    )
+    busy, last = 0.0, float(spans[0][0])
+    for start, end in spans:
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return float(1 - busy / (last - spans[0][0]))
 
 
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:
