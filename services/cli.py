@@ -60,7 +60,9 @@ def up(
         str | None, typer.Option(help="KV memory of each worker.  [default: 1GiB; on cuda: what is left]")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, tokens.")] = None,
-    max_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.  [default: 512]")] = None,
+    max_batched_tokens: Annotated[
+        int | None, typer.Option(help="Token budget of a step.  [default: 512; on cuda: 8192]")
+    ] = None,
     max_mixed_prefill_tokens: Annotated[
         int | None,
         typer.Option(help="Prompt tokens of a step with decodes.  [default: 128 on decode workers, else all]"),
@@ -68,9 +70,13 @@ def up(
     max_overtaking: Annotated[
         int | None, typer.Option(help="Times its own tokens that a prompt gives way to shorter ones.  [default: 4]")
     ] = None,
-    max_running: Annotated[int | None, typer.Option(help="Requests computed at once.  [default: 64]")] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Requests computed at once.  [default: 64; on cuda: 256]")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads of each worker.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16.  [default: float32; on cuda: bfloat16]")
+    ] = None,
     quantization: Annotated[
         str | None, typer.Option(help="fp8 or int8: round weights while loading.  [default: auto, as they are stored]")
     ] = None,

@@ -55,7 +55,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     role: Literal["prefill", "decode", "aggregated"] = "aggregated"
     model: str = ""  # folder
     model_name: str = ""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float32 on CPU, bfloat16 on CUDA
     quantization: Literal["auto", "fp8", "int8"] = (
         "auto"  # of linear layers' weights; auto: as they are in the checkpoint
     )
@@ -66,10 +66,10 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     block_size: int = 16  # tokens
     kv_blocks: int = 0  # 0: as many as fit into kv_memory
     kv_memory: str = "auto"  # on CPU 1 GiB; on a CUDA device what is left beside the model
-    max_batched_tokens: int = 512  # token budget of a step
+    max_batched_tokens: int = 0  # token budget of a step; 0: 512 on CPU, 8,192 on CUDA
     max_mixed_prefill_tokens: int = 0  # prompt tokens of a step with decodes; 0: by role
     max_overtaking: int = 4  # a prompt gives way to later, shorter ones for so many times its own tokens
-    max_running: int = 64
+    max_running: int = 0  # 0: 64 on CPU, 256 on CUDA
     max_waiting: int = 2048
     max_model_len: int = 0  # 0: the model's
     threads: int = 1  # compute threads
@@ -86,10 +86,10 @@ _NO_LIMIT = 1 << 48
 _BOUNDS: dict[str, tuple[float, float]] = {
     "block_size": (1, 1024),
     "kv_blocks": (0, _NO_LIMIT),
-    "max_batched_tokens": (1, _NO_LIMIT),
+    "max_batched_tokens": (0, _NO_LIMIT),
     "max_mixed_prefill_tokens": (0, _NO_LIMIT),
     "max_overtaking": (0, 1000),
-    "max_running": (1, _NO_LIMIT),
+    "max_running": (0, _NO_LIMIT),
     "max_waiting": (1, _NO_LIMIT),
     "max_model_len": (0, _NO_LIMIT),
     "threads": (1, 1024),

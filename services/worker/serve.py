@@ -10,6 +10,7 @@ import socket
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -55,6 +56,17 @@ async def serve(config: WorkerConfig) -> None:
     """Runs until SIGTERM, then drains."""
     stop = stop_signal()
     await Worker(config, stop).run()
+
+
+class _Usual(NamedTuple):
+    """What a device does well where nobody says otherwise."""
+
+    dtype: str
+    max_batched_tokens: int
+    max_running: int
+
+
+_USUAL = {"cpu": _Usual("float32", 512, 64), "cuda": _Usual("bfloat16", 8192, 256)}
 
 
 class Worker:
@@ -106,6 +118,7 @@ class Worker:
                 "and each rank needs one"
             )
         folder = Path(config.model)
+        usual = _USUAL[config.device]
         share = config.role == "decode" and config.connector != "zmq"
         engine = Engine.build(
             folder,
@@ -113,13 +126,13 @@ class Worker:
                 block_size=config.block_size,
                 num_blocks=config.kv_blocks or None,
                 kv_memory=None if config.kv_memory == "auto" else parse_bytes(config.kv_memory),
-                max_batched_tokens=config.max_batched_tokens,
+                max_batched_tokens=config.max_batched_tokens or usual.max_batched_tokens,
                 max_mixed_prefill_tokens=config.max_mixed_prefill_tokens or _MIXED_PREFILL_TOKENS.get(config.role),
                 max_overtaking=config.max_overtaking,
-                max_running=config.max_running,
+                max_running=config.max_running or usual.max_running,
                 max_model_len=config.max_model_len or None,
                 vocab_size=_vocab_size(folder),
-                dtype=config.dtype,
+                dtype=usual.dtype if config.dtype == "auto" else config.dtype,
                 quantization=config.quantization,
                 kv_dtype=config.kv_dtype,
                 device=config.device,

@@ -22,14 +22,14 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TANDEM_BLOCK_SIZE", "32")
     monkeypatch.setenv("TANDEM_MAX_RUNNING", "6")
     config = load(WorkerConfig, {"max_running": 7, "dtype": None}, file)
-    assert (config.threads, config.block_size, config.max_running, config.dtype) == (3, 32, 7, "float32")
+    assert (config.threads, config.block_size, config.max_running, config.dtype) == (3, 32, 7, "auto")
     assert load(GatewayConfig, {}, file).port == 9000
 
 
 @pytest.mark.parametrize(
     ("kind", "flags", "message"),
     [
-        (WorkerConfig, {"dtype": "int3"}, "allowed: float32, bfloat16, float16"),
+        (WorkerConfig, {"dtype": "int3"}, "allowed: auto, float32, bfloat16, float16"),
         (WorkerConfig, {"block_size": 0}, r"block_size \(--block-size\): 0 is less than 1"),
         (WorkerConfig, {"block_size": "many"}, "block_size"),
         (WorkerConfig, {"kv_memory": "lots"}, "is not a size"),
@@ -58,7 +58,7 @@ def test_other_addresses_need_a_key() -> None:
 
 def test_the_source_of_a_bad_value_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tandem.toml"
-    file.write_text("max_running = 0\n")
+    file.write_text("max_running = -1\n")
     with pytest.raises(ConfigError, match=r"max_running \(.*tandem\.toml\)"):
         load(WorkerConfig, {}, file)
     monkeypatch.setenv("TANDEM_MAX_RUNNING", "several")
