@@ -4,8 +4,9 @@ A trial engine with a small cache captures its graphs and computes the largest s
 cache of the real one can be. Along the way kernels are compiled, and what fails, fails at start.
 """
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,7 +46,7 @@ def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineCo
     longest = loaded.config.max_position_embeddings
     steps = trial_prompts(config.max_batched_tokens, config.max_running, min(config.max_model_len or longest, longest))
     block_bytes = KVCacheSpec.of(loaded.config, config.block_size, config.cache_dtype).block_bytes
-    try:
+    with out_of_memory_told(config.device):
         memory = None
         if config.num_blocks is not None or config.kv_memory is not None:
             needed = config.kv_memory or 0 if config.num_blocks is None else config.num_blocks * block_bytes
@@ -63,6 +64,14 @@ def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineCo
         engine = make(config)
         engine.memory = memory
         warm_up(engine, steps)
+    return engine
+
+
+@contextlib.contextmanager
+def out_of_memory_told(device: str) -> Iterator[None]:
+    """Turns running out of the device's memory into DoesNotFit."""
+    try:
+        yield
     except RuntimeError as error:
         # A capture that runs out of memory fails once more when it ends, and the ranks of a group fail with it.
         cause: BaseException | None = error
@@ -70,8 +79,7 @@ def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineCo
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        raise _no_room(config.device, str(cause)) from error
-    return engine
+        raise _no_room(device, str(cause)) from error
 
 
 def room(engine: "Engine", loaded: LoadedModel) -> tuple[DeviceMemory, int]:

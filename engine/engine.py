@@ -19,10 +19,10 @@ from engine.block_pool import BlockPool
 from engine.hashing import root_hash
 from engine.kv_cache import KVCache, KVCacheSpec, KVMemory, PrivateMemory
 from engine.loaded import LoadedModel, load
-from engine.memory import DeviceMemory, model_len
+from engine.memory import DeviceMemory, DoesNotFit, model_len
 from engine.parallel.group import ALONE, RankError
 from engine.parallel.lead import LeadingGroup
-from engine.parallel.messages import Build
+from engine.parallel.messages import Build, Sleep, Wake
 from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
 from engine.runner import Computation, Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
@@ -97,6 +97,10 @@ class EngineStats(msgspec.Struct):
     blocks: dict[str, int]  # by state: free, cached, active, transfer
 
 
+class EngineBusy(RuntimeError):
+    """The engine cannot sleep: requests are under way, or a peer may still write into its blocks."""
+
+
 class Engine:
     """One model on one device, with its KV cache, scheduler and sampler.
 
@@ -136,9 +140,11 @@ class Engine:
             max_model_len=self.max_model_len,
             max_overtaking=config.max_overtaking,
         )
+        self.asleep = False
         self._loaded = loaded
         self._config = config
-        self._runner = self._make_runner()
+        self._computation: Computation | None = None
+        self._runner: Runner | CudaRunner | None = self._make_runner()
         self._arrivals = itertools.count()
         self._pending: list[TokenOutput] = []  # go out with the next step
         self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}  # of prompts under way
@@ -177,14 +183,20 @@ class Engine:
         """Ends the processes of the other ranks."""
         self._loaded.group.close()
 
+    @property
+    def computation(self) -> Computation:
+        """What steps are computed by; there is none while the engine sleeps on a device."""
+        assert self._computation is not None, "the engine is asleep"
+        return self._computation
+
     def _make_runner(self) -> "Runner | CudaRunner":
         loaded, config = self._loaded, self._config
         kind = LayerKind(loaded.config.num_heads, loaded.config.head_dim**-0.5)
         model: Model = loaded.model
         sampler = Sampler(self.vocab_size)
         if config.device == "cpu":
-            self.computation = Computation(model, SdpaBackend(self.kv_cache, kind, getattr(torch, config.dtype)), None)
-            model, backend, _ = loaded.group.lead(*self.computation)
+            self._computation = Computation(model, SdpaBackend(self.kv_cache, kind, getattr(torch, config.dtype)), None)
+            model, backend, _ = loaded.group.lead(*self._computation)
             return Runner(model, backend, sampler)
         from engine.attention.paged import PagedBackend
         from engine.cuda_runner import CudaRunner, DeviceProgress
@@ -195,7 +207,7 @@ class Engine:
         progress = DeviceProgress(self.kv_cache.spec.num_layers, attention.device)
         with torch.inference_mode():
             graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size, progress.on_layer)
-        self.computation = Computation(model, attention, graphs)
+        self._computation = Computation(model, attention, graphs)
         model, attention, graphs = loaded.group.lead(model, attention, graphs)
         return CudaRunner(model, attention, sampler, graphs, progress)
 
@@ -277,6 +289,58 @@ class Engine:
         """Ends a held request: its KV is where it had to go."""
         self._scheduler.release(request_id)
 
+    # Sleep
+
+    def sleep(self) -> None:
+        """Gives memory back while there is nothing to do: that of the KV cache, and a whole CUDA device.
+
+        What was cached is forgotten; `drain_events` has it. Until `wake`, requests end with an error. Raises EngineBusy
+        while requests, or peers that may still write, hold blocks.
+        """
+        if self.asleep:
+            return
+        held = self._pool.num_blocks - self._pool.num_free
+        if held or self._pending or self._scheduler.sequences:
+            raise EngineBusy(f"{len(self._scheduler.sequences)} requests are under way and {held} KV blocks are held")
+        self.clear_cache()
+        with self._loaded.group.together(Sleep()):
+            self.release_memory()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Undoes `sleep`. If the memory is not there any more the engine stays asleep: raises DoesNotFit, or what the
+        KV memory raises.
+        """
+        if self.asleep:
+            with self._loaded.group.together(Wake()):
+                self.take_memory()
+            self.asleep = False
+
+    def release_memory(self) -> None:
+        """This rank's part of `sleep`. On CPU weights stay; on a device they go to the CPU, and graphs are dropped."""
+        if self._kv_memory is not None:
+            self._kv_memory.release()
+            return
+        torch.cuda.synchronize()
+        self._runner = self._computation = None
+        self.kv_cache.release()
+        self._loaded.offload.to_host()
+        cuda_start.give_back()
+
+    def take_memory(self) -> None:
+        """This rank's part of `wake`; all or nothing."""
+        if self._kv_memory is not None:
+            self._kv_memory.reserve()
+            return
+        try:
+            with cuda_start.out_of_memory_told(self._config.device):
+                self._loaded.offload.to_device()
+                self.kv_cache.restore()
+                self._runner = self._make_runner()
+        except DoesNotFit:
+            self.release_memory()
+            raise
+
     # State
 
     def has_work(self) -> bool:
@@ -325,6 +389,9 @@ class Engine:
         step = self._scheduler.schedule()
         outputs, self._pending = self._pending, []
         if step.entries:
+            assert self._runner is not None
+            if self._runner.overlaps:
+                self._scheduler.extend(step)
             try:
                 result = self._runner.run(step.entries, self._hook(step), lambda: self._foresee(step))
             except RankError:
@@ -379,7 +446,9 @@ class Engine:
         return Sequence(request, next(self._arrivals), spec.block_size, root, hold)
 
     def _reason_against(self, request: Request) -> str | None:
-        """Why a request cannot ever run here."""
+        """Why a request cannot run here."""
+        if self.asleep:
+            return "the engine is asleep"
         sampling = request.sampling
         length = len(request.prompt_token_ids) + len(request.output_token_ids)
         if not request.prompt_token_ids:

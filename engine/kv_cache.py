@@ -120,7 +120,9 @@ class KVCache:
 
     def restore(self) -> None:
         """Takes memory on the device again, full of zeros."""
-        self.tensor = self.tensor.new_zeros(self._shape)
+        size = self.num_blocks * self.spec.block_bytes
+        data = torch.zeros(size, dtype=torch.uint8, device=self.tensor.device)
+        self.tensor = data.view(self.spec.dtype).view(self._shape)
 
     def layer(self, layer: int) -> torch.Tensor:
         """View [num_blocks, block_size, num_kv_heads, 2 * head_dim] of one layer."""

@@ -9,6 +9,7 @@ import torch
 
 from engine.config import ModelConfig, fingerprint
 from engine.layers.decoder import Decoder
+from engine.offload import Offload
 from engine.parallel.group import Group
 from engine.weights.load import load_model
 from engine.weights.read import Progress
@@ -27,6 +28,7 @@ class LoadedModel:
     group: Group
     elsewhere: int  # bytes of the CUDA device that were in use before: by other processes, by the driver
     weights: int  # bytes of the CUDA device that the model took
+    offload: Offload
 
 
 def load(folder: Path, config: "EngineConfig", group: Group, progress: Progress) -> LoadedModel:
@@ -52,7 +54,7 @@ def load(folder: Path, config: "EngineConfig", group: Group, progress: Progress)
     identity = fingerprint(folder, config.dtype, config.quantization)
     if config.dummy_seed is not None:
         identity += f"-dummy-{config.dummy_seed}"
-    return LoadedModel(model, model_config, identity, group, elsewhere, weights)
+    return LoadedModel(model, model_config, identity, group, elsewhere, weights, Offload(model))
 
 
 def in_use(device: str) -> int:

@@ -4,11 +4,14 @@ import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bench.cli import app as bench
+
+if TYPE_CHECKING:
+    from services.running import RunningCluster
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -233,6 +236,60 @@ def chat(
 
     with _told(ChatFailed):
         chat_loop(url, model, system, max_tokens, temperature, api_key)
+
+
+Workers = Annotated[list[str] | None, typer.Argument(metavar="[WORKER]...", help="Names, such as decode-0; none: all.")]
+ClusterUrl = Annotated[str, typer.Option(help="HTTP address of the cluster, where `tandem up` runs several.")]
+
+
+@app.command()
+def sleep(
+    workers: Workers = None,
+    drain: Annotated[bool, typer.Option("--drain", help="Let busy workers finish first, rather than refuse.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that --drain waits.")] = 60.0,
+    url: ClusterUrl = "",
+) -> None:
+    """Have idle workers give their memory back: the KV cache and, on a GPU, everything; weights stay on the CPU.
+
+    Examples:
+
+      tandem sleep
+
+      tandem sleep decode-1 --drain
+    """
+    from services.process import run
+    from services.sleep import sleep as start
+
+    with _told():
+        run(start(_cluster(url), workers or [], drain, timeout))
+
+
+@app.command()
+def wake(workers: Workers = None, url: ClusterUrl = "") -> None:
+    """Have sleeping workers take their memory again and go on.
+
+    Example:
+
+      tandem wake
+    """
+    from services.process import run
+    from services.sleep import wake as start
+
+    with _told():
+        run(start(_cluster(url), workers or []))
+
+
+def _cluster(url: str) -> "RunningCluster":
+    """The cluster that TANDEM_STATE names, or one that `tandem up` runs here. Raises ConfigError."""
+    from services.config import ClusterConfig, load
+    from services.logs import configure
+    from services.running import RunningCluster, find
+
+    configure("warning", "console")
+    config = load(ClusterConfig, {}, _config_file())
+    if config.state and not url:
+        return RunningCluster(url, config.cluster, config.state, config.cluster_key)
+    return find(url)
 
 
 @app.command()

@@ -170,7 +170,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """Chooses workers and books their load."""
         started = time.perf_counter()
         excluded = set(request.exclude_incarnations)
-        members = [m for m in self._workers.values() if not m.draining and m.incarnation not in excluded]
+        ready = (m for m in self._workers.values() if not m.draining and not m.asleep)
+        members = [m for m in ready if m.incarnation not in excluded]
         names = [m.incarnation for m in members]
         cached = self._index.prefixes(request.block_hashes, names)
         soon = self._index.prefixes_soon(request.block_hashes, names, self._expected)

@@ -25,6 +25,7 @@ from services.config import GatewayConfig, RouterConfig, WorkerConfig, given, is
 from services.embedded_state import EmbeddedState
 from services.prepare import StartFailed, prepare_model
 from services.process import available_cores, stop_signal
+from services.running import RunningCluster, announced
 from services.supervisor import Child, Supervisor
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -101,7 +102,9 @@ async def up(options: UpOptions) -> None:
         if embedded is not None:
             settings["state"] = embedded.url
         supervisor = Supervisor(_children(roles, _environment(settings, options.config)), output.event, output.line)
-        await _run(settings, supervisor, output, stop, strangers_may_join)
+        running = RunningCluster(_url(settings), settings["cluster"], settings["state"], settings["cluster_key"])
+        with announced(running):
+            await _run(settings, supervisor, output, stop, strangers_may_join)
     finally:
         if embedded is not None:
             await asyncio.to_thread(embedded.close)
@@ -147,12 +150,17 @@ async def _start(
             )
         await asyncio.sleep(0.1)
     await supervisor.start()
+    url = _url(settings)
+    await _wait_ready(state, url, supervisor)
+    return url
+
+
+def _url(settings: dict[str, Any]) -> str:
+    """Where clients of this machine reach the gateway."""
     host = settings["host"]
     if is_unspecified(host):
         host = "::1" if ":" in host else "127.0.0.1"
-    url = f"http://[{host}]:{settings['port']}" if ":" in host else f"http://{host}:{settings['port']}"
-    await _wait_ready(state, url, supervisor)
-    return url
+    return f"http://[{host}]:{settings['port']}" if ":" in host else f"http://{host}:{settings['port']}"
 
 
 async def _wait_ready(state: ClusterState, url: str, supervisor: Supervisor) -> None:

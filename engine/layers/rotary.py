@@ -4,18 +4,23 @@ import math
 from functools import cached_property
 
 import torch
+from torch import nn
 
 from engine.config import ModelConfig
 
 
-class Rotary:
+class Rotary(nn.Module):
     """Precomputed cosines and sines for all positions of a model."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+
     def __init__(self, config: ModelConfig, device: str) -> None:
+        super().__init__()
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(config))  # [positions, head_dim / 2]
-        self.cos = angles.cos().to(device)
-        self.sin = angles.sin().to(device)
+        self.register_buffer("cos", angles.cos().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().to(device), persistent=False)
 
     def at(self, positions: torch.Tensor, dtype: torch.dtype) -> "Rotation":
         """The rotation of N tokens at positions int [N]."""

@@ -32,8 +32,10 @@ from engine.parallel.messages import (
     Message,
     Plan,
     Room,
+    Sleep,
     SpanReader,
     Start,
+    Wake,
     messages,
     positions_of,
 )
@@ -68,6 +70,11 @@ class Follower:
                 self._engine = Engine(self._loaded, msgspec.msgpack.decode(config, type=EngineConfig))
             case Room():
                 cuda_start.room(self._built, self._loaded)
+            case Sleep():
+                self._context = None
+                self._built.release_memory()
+            case Wake():
+                self._built.take_memory()
             case Plan(spans):
                 self._spans = self._lists.read(spans)
                 self._context = self._built.computation.attention.plan(self._spans)

@@ -36,6 +36,14 @@ class Room(msgspec.Struct, tag=True):
     """The ranks agree on how much memory is left for the KV cache."""
 
 
+class Sleep(msgspec.Struct, tag=True):
+    """`release_memory` of the engine."""
+
+
+class Wake(msgspec.Struct, tag=True):
+    """`take_memory` of the engine."""
+
+
 class Spans(msgspec.Struct, array_like=True):
     """Spans of tokens, and what is new in the block lists that they refer to by row."""
 
@@ -76,7 +84,7 @@ class Keep(msgspec.Struct, tag=True):
     count: int
 
 
-Message = Start | Build | Room | Plan | Forward | Logits | Decode | Keep
+Message = Start | Build | Room | Sleep | Wake | Plan | Forward | Logits | Decode | Keep
 
 
 class SpanWriter:

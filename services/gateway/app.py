@@ -88,7 +88,8 @@ def build_app(config: GatewayConfig, intake: Intake, state: ClusterState, placem
         """200 when a request could run now: a router and a worker that decodes are known."""
         if placements.ready:
             return _json({"status": "ready"})
-        return _json({"status": "waiting for workers"}, 503, {"retry-after": "1"})
+        status = "asleep" if placements.asleep else "waiting for workers"
+        return _json({"status": status}, 503, {"retry-after": "1"})
 
     @app.get("/live")
     async def live() -> Response:

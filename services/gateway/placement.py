@@ -28,6 +28,7 @@ _PLACE_SECONDS = 2.0
 _SUBMIT_SECONDS = 5.0
 _NOTICE_SECONDS = 2.0  # abort and release
 _PROBE_SECONDS = 1.0
+_WAKING_SECONDS = 5
 _DECODING_ROLES = ("decode", "aggregated")
 _TRY_AGAIN = (
     grpc.StatusCode.UNAVAILABLE,
@@ -69,8 +70,14 @@ class Placements:
     def ready(self) -> bool:
         """Whether a request could run now: there is a router and a worker that decodes."""
         return bool(self._state.members("router")) and any(
-            not member.draining for member in self._state.members(*_DECODING_ROLES)
+            not member.draining and not member.asleep for member in self._state.members(*_DECODING_ROLES)
         )
+
+    @property
+    def asleep(self) -> bool:
+        """Whether there are workers that decode, and all of them sleep."""
+        members = self._state.members(*_DECODING_ROLES)
+        return bool(members) and all(member.asleep for member in members)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Calls `callback` with the incarnation of each decoding worker that is gone."""
@@ -100,6 +107,8 @@ class Placements:
                 wait_jitter=0.05,
             ):
                 with attempt:
+                    if self.asleep:
+                        raise unavailable("All workers are asleep; `tandem wake` wakes them", _WAKING_SECONDS)
                     request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
                     stub = router_pb2_grpc.RouterStub(self.channel(self._router_address(attempt.num)))
                     placement: router_pb2.Placement = await stub.Place(request, timeout=_PLACE_SECONDS)

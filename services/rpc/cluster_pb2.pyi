@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining")
+    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining", "asleep")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,7 @@ class Member(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    ASLEEP_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
@@ -29,7 +30,8 @@ class Member(_message.Message):
     model: ModelCard
     load: Load
     draining: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    asleep: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., asleep: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
     __slots__ = ("name", "fingerprint", "layout", "block_size", "max_model_len", "num_blocks", "hash_vector")

@@ -121,3 +121,31 @@ class CacheSnapshotReply(_message.Message):
     sequence: int
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("drain", "timeout_seconds")
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    drain: bool
+    timeout_seconds: float
+    def __init__(self, drain: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class SleepReply(_message.Message):
+    __slots__ = ("was_asleep", "seconds")
+    WAS_ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    was_asleep: bool
+    seconds: float
+    def __init__(self, was_asleep: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeReply(_message.Message):
+    __slots__ = ("was_awake", "seconds")
+    WAS_AWAKE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    was_awake: bool
+    seconds: float
+    def __init__(self, was_awake: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...

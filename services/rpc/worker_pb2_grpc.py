@@ -232,3 +232,123 @@ class Worker:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class SleepStub:
+    """Memory of an idle worker, given back and taken again. Both are idempotent.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Sleep = channel.unary_unary(
+                '/tandem.v1.Sleep/Sleep',
+                request_serializer=services_dot_rpc_dot_worker__pb2.SleepRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_worker__pb2.SleepReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/tandem.v1.Sleep/Wake',
+                request_serializer=services_dot_rpc_dot_worker__pb2.WakeRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_worker__pb2.WakeReply.FromString,
+                _registered_method=True)
+
+
+class SleepServicer:
+    """Memory of an idle worker, given back and taken again. Both are idempotent.
+    """
+
+    def Sleep(self, request, context):
+        """FAILED_PRECONDITION: requests under way (and not `drain`), or leaving. DEADLINE_EXCEEDED: they did not end in time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """RESOURCE_EXHAUSTED: the memory is not there any more; the worker stays asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SleepServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=services_dot_rpc_dot_worker__pb2.SleepRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_worker__pb2.SleepReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=services_dot_rpc_dot_worker__pb2.WakeRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_worker__pb2.WakeReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Sleep', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Sleep', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Sleep:
+    """Memory of an idle worker, given back and taken again. Both are idempotent.
+    """
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Sleep/Sleep',
+            services_dot_rpc_dot_worker__pb2.SleepRequest.SerializeToString,
+            services_dot_rpc_dot_worker__pb2.SleepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Sleep/Wake',
+            services_dot_rpc_dot_worker__pb2.WakeRequest.SerializeToString,
+            services_dot_rpc_dot_worker__pb2.WakeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

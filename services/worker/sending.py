@@ -85,6 +85,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._sending: dict[str, Sending] = {}
         self._exports: dict[str, Sending] = {}  # the same, for the engine thread
         self.draining = False
+        self.asleep = False
 
     @property
     def num_transfers(self) -> int:
@@ -227,8 +228,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         message = from_receiver_frame(frame)
         if message is None:
             return
-        if isinstance(message, Order) and (self.draining or message.transfer_id in self._sending):
-            reason = "the prefill worker is draining" if self.draining else "the transfer is under way already"
+        if isinstance(message, Order) and (self.draining or self.asleep or message.transfer_id in self._sending):
+            reason = "the transfer is under way already"
+            if self.draining or self.asleep:
+                reason = f"the prefill worker is {'draining' if self.draining else 'asleep'}"
             peer.outbox.put_nowait(to_sender_frame(Failed(message.transfer_id, reason)))
             return
         machine, actions = self._transfers.on_message(peer.incarnation, message, time.monotonic())

@@ -41,6 +41,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.receiving import KvReceiver
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
+from services.worker.sleeping import SleepService
 from services.worker.token_publisher import TokenPublisher
 from services.zmq_sockets import secure
 
@@ -216,8 +217,6 @@ class Worker:
             thread.after_step = lambda output: self._sender.on_step_end(output.step)
             transfer_pb2_grpc.add_TransferServicer_to_server(self._sender, rpc.server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, rpc.server)
-        thread.start()
-        await rpc.start()
         self._member = cluster_pb2.Member(
             name=config.name,
             role=config.role,
@@ -236,6 +235,10 @@ class Worker:
                 hash_vector=test_vector(),
             ),
         )
+        sleep = SleepService(self._member, state, thread, self._service, self._sender, self._events, self._on_crash)
+        worker_pb2_grpc.add_SleepServicer_to_server(sleep, rpc.server)
+        thread.start()
+        await rpc.start()
         await self._refresh_load(thread)
         await state.register(self._member)
         state.on_change(self._on_change)

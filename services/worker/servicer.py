@@ -51,6 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self.incarnation = incarnation
         self.draining = False
+        self.asleep = False
         self.admitted: dict[str, Admitted] = {}
         self._engine = engine
         self._receiver = receiver
@@ -71,8 +72,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         if key in self.admitted or key in self._tombstones:
             return worker_pb2.SubmitReply()
-        if self.draining:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker is draining")
+        if self.draining or self.asleep:
+            reason = "this worker is draining" if self.draining else "this worker is asleep"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         if len(self.admitted) >= self._max_waiting:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this worker's queue is full")
         length = len(request.prompt_token_ids) + len(request.output_token_ids)

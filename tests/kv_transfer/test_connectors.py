@@ -378,3 +378,32 @@ def test_choice_takes_the_first_offer_that_works_and_says_why() -> None:
     with pytest.raises(ConnectorError, match="none was offered"):
         choose([], open_connector)
     pool.receiver.close()
+
+
+def test_a_pool_that_gave_its_pages_back_is_written_again(peer: Any) -> None:
+    """The receiver slept and woke; a sender's mapping still leads there, and so does the table of generations."""
+    pool = make_pool("shared_memory", block_size=256)
+    (segment,) = pool.segments
+    file = Path("/dev/shm") / segment.name
+    first = pool.hand_out(2)
+    pool.receiver.expect("r/0", first)
+    sender = open_sender(pool)
+    source = source_cache(pool)
+    assert sender.push("r/0", 0, source, [0], first)
+    pool.receiver.finish("r/0")
+    taken = file.stat().st_blocks
+    segment.release()
+    assert file.stat().st_blocks * 512 < segment.pool_bytes / 8
+    segment.reserve()
+    assert file.stat().st_blocks == taken and not pool.cache.tensor.any()
+    with pytest.raises(ConnectorError, match="does not expect"):
+        sender.push("r/0", 0, source, [0], first)
+    again = pool.hand_out(2)
+    pool.receiver.expect("r/1", again)
+    for layer in range(3):
+        sender.push("r/1", layer, source, [0], again)
+    assert torch.equal(pool.cache.tensor[2], source[0])
+    sender.close()
+    pool.receiver.close()
+    with pytest.raises(ConnectorError, match="/dev/shm has no"):
+        segment.reserve()  # it is gone

@@ -1,0 +1,140 @@
+"""Sleep and wake: an idle worker gives its memory back, and takes it again.
+
+A prefill or decode worker can sleep, too. Links to its peers stay, and so does the mapping of shared memory that a peer
+has: only the pages behind it go, once no transfer is under way. An order that comes to a sleeping prefill worker is
+refused, and the decode worker computes the prompt itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from engine.engine import EngineBusy
+from engine.memory import DoesNotFit
+from engine.request import KvEvent
+from kv_transfer.connectors.base import ConnectorError
+from services.cluster_state import ClusterState
+from services.rpc import cluster_pb2, worker_pb2, worker_pb2_grpc
+from services.worker.engine_thread import EngineThread
+from services.worker.event_publisher import EventPublisher
+from services.worker.sending import KvSender
+from services.worker.servicer import WorkerService
+
+log = structlog.get_logger()
+
+_POLL_SECONDS = 0.02
+
+
+class SleepService(worker_pb2_grpc.SleepServicer):
+    """Puts this worker to sleep and wakes it. `member` is what it says of itself in the cluster state."""
+
+    def __init__(
+        self,
+        member: cluster_pb2.Member,
+        state: ClusterState,
+        thread: EngineThread,
+        service: WorkerService,
+        sender: KvSender,
+        events: EventPublisher,
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        self._member = member
+        self._state = state
+        self._thread = thread
+        self._service = service
+        self._sender = sender
+        self._events = events
+        self._on_crash = on_crash
+        self._one_at_a_time = asyncio.Lock()
+
+    async def Sleep(
+        self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.SleepReply:
+        """Gives memory back while nothing is under way."""
+        started = time.monotonic()
+        async with self._one_at_a_time:
+            if self._member.asleep:
+                return worker_pb2.SleepReply(was_asleep=True)
+            if self._service.draining:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker is leaving")
+            if self._under_way and not request.drain:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    f"{self._under_way} requests are under way: give --drain to wait",
+                )
+            await self._take_requests(False)
+            try:
+                events = await self._sleep_when_idle(request, context, started + request.timeout_seconds)
+            except BaseException:
+                await self._take_requests(True)
+                raise
+            self._events.publish(events)
+        seconds = time.monotonic() - started
+        log.info("asleep", seconds=round(seconds, 3))
+        return worker_pb2.SleepReply(seconds=seconds)
+
+    async def Wake(
+        self, request: worker_pb2.WakeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.WakeReply:
+        """Takes the memory again."""
+        started = time.monotonic()
+        async with self._one_at_a_time:
+            if not self._member.asleep:
+                return worker_pb2.WakeReply(was_awake=True)
+            try:
+                await self._thread.call(self._wake)
+            except (DoesNotFit, ConnectorError) as error:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+            except Exception as error:  # half awake
+                self._on_crash(error)
+                raise
+            await self._take_requests(True)
+        seconds = time.monotonic() - started
+        log.info("awake", seconds=round(seconds, 3))
+        return worker_pb2.WakeReply(seconds=seconds)
+
+    async def _sleep_when_idle(
+        self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any], deadline: float
+    ) -> list[KvEvent]:
+        while True:
+            reason = f"{self._under_way} requests are under way"
+            if not self._under_way:
+                try:
+                    return await self._thread.call(self._sleep)
+                except EngineBusy as error:  # a peer that was cut off may still write for a while
+                    reason = str(error)
+                    if not request.drain:
+                        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}: give --drain to wait")
+            if time.monotonic() > deadline:
+                waited = f"after {request.timeout_seconds:.0f} s {reason}"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, waited)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    @property
+    def _under_way(self) -> int:
+        return len(self._service.admitted) + self._sender.num_transfers
+
+    async def _take_requests(self, awake: bool) -> None:
+        """Whether this worker takes requests, and the routers are to give it any."""
+        self._service.asleep = self._sender.asleep = self._member.asleep = not awake
+        await self._state.announce()
+
+    def _sleep(self) -> list[KvEvent]:
+        """Engine thread."""
+        gc.unfreeze()  # what the engine drops must be found
+        self._thread.engine.sleep()
+        return self._thread.engine.drain_events()
+
+    def _wake(self) -> None:
+        """Engine thread."""
+        self._thread.engine.wake()
+        gc.collect()
+        gc.freeze()
