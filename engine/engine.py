@@ -390,8 +390,6 @@ class Engine:
         outputs, self._pending = self._pending, []
         if step.entries:
             assert self._runner is not None
-            if self._runner.overlaps:
-                self._scheduler.extend(step)
             try:
                 result = self._runner.run(step.entries, self._hook(step), lambda: self._foresee(step))
             except RankError:

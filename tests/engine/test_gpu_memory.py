@@ -72,3 +72,49 @@ def test_weights_that_do_not_fit(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 1 << 20, "hidden_size": 1 << 18}))
     with pytest.raises(DoesNotFit, match=r"the weights need [\d,.]+ GiB; the device has [\d,.]+ GiB of"):
         build(folder)
+
+
+def tokens(engine: Any) -> list[int]:
+    from engine.request import Request, SamplingParams
+
+    prompts = [list(range(5, 300)), list(range(40, 60)), [7]]
+    for number, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=30, temperature=0.0)
+        engine.add(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step().outputs
+    assert not [output.error for output in outputs if output.error]
+    return [token for number in range(3) for o in outputs if o.request_id == str(number) for token in o.token_ids]
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_sleep_frees_the_device_and_tokens_stay(folder: Path, quantization: str | None) -> None:
+    from engine.cuda_start import give_back
+
+    give_back()
+    before = torch.cuda.memory_allocated()
+    engine = build(folder, kv_memory=2 << 30, quantization=quantization)
+    expected = tokens(engine)
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(2):  # the second time the copy on the CPU is there already
+        engine.clear_cache()
+        engine.sleep()
+        assert torch.cuda.memory_allocated() - before < 256 << 20  # workspaces of libraries
+        assert torch.cuda.mem_get_info()[0] - free > 2 << 30
+        engine.wake()
+        assert tokens(engine) == expected
+
+
+def test_no_room_to_wake_leaves_it_asleep(folder: Path) -> None:
+    engine = build(folder, kv_memory=2 << 30)
+    expected = tokens(engine)
+    engine.sleep()
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - (1 << 30), dtype=torch.uint8, device="cuda")
+    with pytest.raises(DoesNotFit, match=r"the device has [\d,.]+ GiB, of which"):
+        engine.wake()
+    assert engine.asleep
+    del taken
+    torch.cuda.empty_cache()
+    engine.wake()
+    assert tokens(engine) == expected
