@@ -1,7 +1,7 @@
 """How fast a checkpoint is loaded, beside mapping its file and copying tensors: `python -m bench.load_weights`.
 
-Writes a bfloat16 checkpoint, reads it once so that it lies in the page cache, then loads it both ways in turns. A table
-of seconds and GB/s, one row a round, goes to stdout.
+Writes a bfloat16 checkpoint, then loads it both ways in turns: from the page cache, or with --cold from the disk. A
+table of seconds and GB/s, one row a round, goes to stdout.
 """
 
 import argparse
@@ -54,6 +54,13 @@ def parallel(folder: Path, places: dict[str, Place]) -> None:
     read_tensors([(tensor, places[tensor.name]) for tensor in tensors], lambda done, total, name: None)
 
 
+def evict(path: Path) -> None:
+    """Drops the file from the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -61,6 +68,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cold", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,6 +77,7 @@ def main() -> None:
         size = path.stat().st_size
         path.read_bytes()
         print(f"{arguments.shape}, {arguments.layers} layers, {size / 1e9:.2f} GB, {arguments.device}", end=", ")
+        print("from the disk" if arguments.cold else "from the page cache", end=", ")
         print(f"{os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
         print("| into | round | mapped, s | GB/s | parallel, s | GB/s | ratio |\n|---|---|---|---|---|---|---|")
         for dtype in (torch.bfloat16, torch.float32):
@@ -76,6 +85,8 @@ def main() -> None:
                 seconds = []
                 for way in (mapped, parallel):
                     places = fresh_places(folder, dtype, arguments.device)
+                    if arguments.cold:
+                        evict(path)
                     started = time.monotonic()
                     way(folder, places)
                     if arguments.device != "cpu":
