@@ -91,13 +91,12 @@ class GatedLinear(Linear):
 
 
 class WeightFormat:
-    """Weights as they are loaded; float32 on CPU is packed for oneDNN."""
+    """Weights as they are loaded; float32 and bfloat16 on CPU are packed for oneDNN."""
 
     def pack(self, linear: Linear) -> None:
         """Called once the weight is loaded. Packs it if that helps, and then frees the plain one."""
         weight = linear.weight.detach()
-        packable = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if packable and hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # missing in builds without oneDNN
+        if weight.device.type == "cpu" and _packs(weight.dtype):
             linear.packed = [
                 torch.ops.mkldnn._reorder_linear_weight(rows, _PACKING_BATCH) for rows in weight.chunk(linear.pieces)
             ]
@@ -145,6 +144,13 @@ def _is_one_row(x: torch.Tensor) -> bool:
 def _is_few_rows(x: torch.Tensor) -> bool:
     """Whether a kernel of ours is faster than the device's library."""
     return x.is_cuda and x.shape[0] <= _FEW_ROWS and x.dtype != torch.float32
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products for packed weights of this type: no build without it has, nor every CPU bfloat16."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _multiply_packed(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -81,7 +81,24 @@ def test_gated_product(bias: bool) -> None:
     gate, up = torch.nn.functional.linear(x, linear.weight, linear.bias).chunk(2, dim=-1)
     torch.testing.assert_close(plain, gate * gate.sigmoid() * up)
     linear.pack()
-    torch.testing.assert_close(linear(x), plain, atol=1e-4, rtol=1e-4)
+    packed = linear(x)
+    torch.testing.assert_close(packed, plain, atol=1e-4, rtol=1e-4)
+    for size in range(1, 33):
+        assert torch.equal(linear(x[:size]), packed[:size]), size
+
+
+@pytest.mark.parametrize("kind", [Linear, GatedLinear])
+def test_bfloat16_is_packed_where_the_cpu_multiplies_it(kind: type[Linear]) -> None:
+    torch.manual_seed(0)
+    linear = kind(576, 160, 160).bfloat16()
+    linear.weight.data.normal_(0, 0.05)
+    exact = kind(576, 160, 160)
+    exact.weight.data.copy_(linear.weight)
+    x = torch.randn(33, 576).bfloat16()
+    linear.pack()
+    assert bool(linear.packed) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    for size in (1, 2, 33):
+        torch.testing.assert_close(linear(x[:size]).float(), exact(x[:size].float()), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
