@@ -154,7 +154,7 @@ def test_ranks_keep_equal_block_tables() -> None:
 
 
 def test_a_message_that_is_cut_off_is_none() -> None:
-    frame = framed(Decode(SpanWriter(2).write([Span([5], 0, 1)]), None))
+    frame = framed(Decode(SpanWriter(2).write([Span([5], 0, 1)]), [1]))
     assert len(list(messages(io.BytesIO(frame + frame)))) == 2
     assert [len(list(messages(io.BytesIO(frame + frame[:cut])))) for cut in range(len(frame))] == [1] * len(frame)
 
