@@ -60,8 +60,8 @@ async def serve(config: WorkerConfig) -> None:
     await Worker(config, stop).run()
 
 
-# Starting a step's kernels keeps the interpreter busy for milliseconds, and requests that come in meanwhile are taken in
-# by another thread, which at Python's usual 5 ms a turn would miss the next step.
+# Starting a step's kernels keeps the interpreter busy for milliseconds, and what comes in meanwhile is taken in by
+# another thread, which at Python's usual 5 ms a turn would miss the next step.
 _SWITCH_SECONDS = 5e-4
 
 
