@@ -147,7 +147,7 @@ def test_memory_that_somebody_gave(llama_folder: Path) -> None:
 
 
 def test_tied_weights_stay_tied_when_they_move(qwen3_folder: Path) -> None:
-    model, _ = load_model(qwen3_folder, dtype=torch.bfloat16)
+    model, _ = load_model(qwen3_folder, dtype=torch.float16)  # which no CPU packs
     assert isinstance(model, Decoder) and model.rotary is not None
     tensors = [*model.parameters(), *model.buffers()]
     assert any(tensor is model.rotary.cos for tensor in tensors)
