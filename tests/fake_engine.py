@@ -78,6 +78,7 @@ class FakeEngine:
         )
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
         self.ahead: list[tuple[Entry, list[int]]] = []
+        self.admitted_ahead: set[Sequence] = set()  # prompts, however few tokens they lack
 
     def sequence(self, request: Request, *, hold: bool = False, root: bytes = ROOT) -> Sequence:
         self.arrivals += 1
@@ -105,7 +106,7 @@ class FakeEngine:
 
     def step(self, now: float = 0.0) -> Step:
         running = [s for s in self.scheduler.sequences.values() if s.state is State.RUNNING]
-        decoding = {s for s in running if s.num_uncomputed_tokens == 1}
+        decoding = {s for s in running if s.num_uncomputed_tokens == 1} - self.admitted_ahead
         step = self.scheduler.schedule(now)
         assert step.num_tokens <= self.max_batched_tokens
         chunks = [entry.num_tokens for entry in step.entries if entry.sequence not in decoding]
@@ -128,7 +129,9 @@ class FakeEngine:
                 sampled[sequence.request_id] = sample(sequence.token_ids, sequence.num_output_tokens, sampling)
         self.ahead = []
         if self.foresees:
+            running = [s for s in self.scheduler.sequences.values() if s.state is State.RUNNING]
             foreseen = self.scheduler.foresee(step)
+            self.admitted_ahead = {entry.sequence for entry in foreseen}.difference(running)
             assert sum(entry.num_tokens for entry in foreseen) <= self.max_batched_tokens
             assert len({id(entry.sequence) for entry in foreseen}) == len(foreseen)
             for entry in foreseen:
