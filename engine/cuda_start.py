@@ -38,7 +38,12 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineConfig"], "Engine"]) -> "Engine":
+def start(
+    loaded: LoadedModel,
+    config: "EngineConfig",
+    make: Callable[["EngineConfig"], "Engine"],
+    on_stage: Callable[[str], None],
+) -> "Engine":
     """An engine by `make`, warmed up; its cache is as large as the configuration says, or as there is room.
 
     Raises DoesNotFit.
@@ -52,6 +57,7 @@ def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineCo
             needed = config.kv_memory or 0 if config.num_blocks is None else config.num_blocks * block_bytes
             require_cache(needed, *torch.cuda.mem_get_info(config.device))
         else:
+            on_stage("a trial of the largest steps, which tells how much memory is left")
             blocks = trial_blocks(steps, config.block_size)
             trial = make(msgspec.structs.replace(config, num_blocks=blocks, max_model_len=None))
             warm_up(trial, steps)
@@ -61,6 +67,7 @@ def start(loaded: LoadedModel, config: "EngineConfig", make: Callable[["EngineCo
             give_back()
             config = msgspec.structs.replace(config, num_blocks=memory.num_blocks(block_bytes, left))
             steps = steps[:1]
+        on_stage(f"CUDA graphs of decode steps of up to {config.max_running} sequences")
         engine = make(config)
         engine.memory = memory
         warm_up(engine, steps)

@@ -157,11 +157,13 @@ class Engine:
         config: EngineConfig,
         progress: Progress = lambda done, total, name: None,
         on_rank_lost: Callable[[RankError], object] = lambda error: None,
+        on_stage: Callable[[str], None] = lambda what: None,
     ) -> "Engine":
         """Loads the model of a Hugging Face folder and allocates the cache, on a CUDA device after a trial.
 
         Raises ModelError, or DoesNotFit for too little memory. `on_rank_lost` is called on another thread when the
-        process of another rank dies. Steps under way may then hang.
+        process of another rank dies. Steps under way may then hang. `on_stage` is told what takes seconds on a device
+        once the weights are loaded.
         """
         group = ALONE
         if config.tensor_parallel > 1:
@@ -174,7 +176,7 @@ class Engine:
                 with group.together(Build(sized.encoded())):
                     return cls(loaded, sized)
 
-            return make(config) if config.device == "cpu" else cuda_start.start(loaded, config, make)
+            return make(config) if config.device == "cpu" else cuda_start.start(loaded, config, make, on_stage)
         except BaseException:
             group.close()
             raise

@@ -1,4 +1,4 @@
-"""Log lines about the loading of weights: how far it is every few seconds, and how fast it was."""
+"""Log lines about the start of an engine: how far the loading of weights is, how fast it was, and what comes then."""
 
 import time
 
@@ -27,6 +27,10 @@ class LoadLog:
         elif now - self._told > _GAP_SECONDS:
             self._told = now
             log.info("loading weights", gb=_gb(done), of_gb=_gb(total), percent=100 * done // total, tensor=name)
+
+    def stage(self, what: str) -> None:
+        """Something that takes seconds begins."""
+        log.info("preparing " + what)
 
 
 def _gb(size: float) -> float:

@@ -128,6 +128,7 @@ class Worker:
         folder = Path(config.model)
         usual = _USUAL[config.device]
         share = config.role == "decode" and config.connector != "zmq"
+        told = LoadLog()
         engine = Engine.build(
             folder,
             EngineConfig(
@@ -149,8 +150,9 @@ class Worker:
                 dummy_seed=config.dummy_seed,
                 allocate=self._allocate_segment if share else None,
             ),
-            LoadLog(),
+            told,
             self._on_crash,
+            told.stage,
         )
         spec = engine.kv_cache.spec
         log.info(
