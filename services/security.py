@@ -2,7 +2,8 @@
 
 gRPC calls carry an HMAC of (method, nonce). A nonce is accepted once, so a recorded call cannot be played again while
 it is remembered. ZMQ sockets use CURVE (encrypted and authenticated) with a key pair derived from the secret: whoever
-lacks the secret knows neither half. Without a key, sockets bind loopback only (`services.config` refuses the rest).
+lacks the secret knows neither half. TCP streams of KV prove another derived secret; their payloads are not encrypted
+(`kv_transfer/connectors/tcp_wire.py`). Without a key, sockets bind loopback only (`services.config` refuses the rest).
 """
 
 import hashlib
@@ -35,6 +36,7 @@ class ClusterKey:
         self._seen: OrderedDict[str, None] = OrderedDict()
         curve_secret = z85.encode(hmac.digest(self._secret, b"curve", "sha256"))
         self.curve = CurveKeys(zmq.curve_public(curve_secret), curve_secret)
+        self.kv_streams = hmac.digest(self._secret, b"kv-tcp", "sha256")
 
     def _mac(self, method: str, nonce: str) -> str:
         return hmac.new(self._secret, f"{method}\0{nonce}".encode(), hashlib.sha256).hexdigest()

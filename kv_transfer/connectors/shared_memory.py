@@ -61,17 +61,17 @@ class SharedSegment:
         try:
             stats = os.statvfs(_DIRECTORY)
         except OSError as error:
-            raise ConnectorError(f"there is no shared memory here, use the zmq connector: {error}") from error
+            raise ConnectorError(f"there is no shared memory here, use the tcp connector: {error}") from error
         free = stats.f_bavail * stats.f_frsize
         if size > free:
             raise ConnectorError(
                 f"the KV pool needs {size >> 20} MiB of /dev/shm and {free >> 20} MiB are free: "
-                "enlarge it (docker: shm_size), give the KV cache less memory, or use the zmq connector"
+                "enlarge it (docker: shm_size), give the KV cache less memory, or use the tcp connector"
             )
         try:
             self.name, self.descriptor = _create()
         except OSError as error:
-            raise ConnectorError(f"no file can be made in /dev/shm, use the zmq connector: {error}") from error
+            raise ConnectorError(f"no file can be made in /dev/shm, use the tcp connector: {error}") from error
         try:
             # Takes the pages now: a full /dev/shm is an error here and not a SIGBUS later.
             os.posix_fallocate(self.descriptor, 0, size)

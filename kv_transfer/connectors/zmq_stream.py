@@ -29,7 +29,8 @@ from kv_transfer.connectors.base import (
     SenderConnector,
     SenderIdentity,
 )
-from kv_transfer.references import BlockRef, StaleReference, check
+from kv_transfer.connectors.frames import Refused, check_destination
+from kv_transfer.references import BlockRef, StaleReference
 
 log = structlog.get_logger()
 
@@ -56,14 +57,6 @@ class _Header(msgspec.Struct, array_like=True, frozen=True):
 class _Description(msgspec.Struct, frozen=True):
     pool: PoolDescription
     address: str
-
-
-class _Refused(Exception):
-    """A message that is not written, with the word it is counted under."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 @dataclass(slots=True)
@@ -145,55 +138,47 @@ class ZmqReceiver(ReceiverConnector):
             frames = self._socket.recv_multipart(copy=False)
             try:
                 self._receive(_parse(decoder, frames), frames[1].buffer)
-            except (StaleReference, _Refused) as error:
+            except (StaleReference, Refused) as error:
                 self.counters.refuse(error.kind)
                 log.warning("KV message dropped", kind=error.kind, reason=str(error))
 
     def _receive(self, header: _Header, payload: memoryview) -> None:
         expected = self._expected.get(header.transfer_id)
         if expected is None or expected.failure is not None:
-            raise _Refused("unexpected", "the transfer is not under way here")
+            raise Refused("unexpected", "the transfer is not under way here")
         if header.sequence < expected.next_sequence:
-            raise _Refused("repeated", "the message was received before")
+            raise Refused("repeated", "the message was received before")
         try:
             if header.sequence > expected.next_sequence:
-                raise _Refused("lost", "messages before it were lost")
+                raise Refused("lost", "messages before it were lost")
             self._check(header, payload, expected)
-        except (StaleReference, _Refused) as error:
+        except (StaleReference, Refused) as error:
             expected.failure = str(error)
             raise
         data = np.frombuffer(payload, dtype=np.uint8).reshape(len(header.blocks), self._pool.layer_bytes)
         with self._lock:
             if self._expected.get(header.transfer_id) is not expected:
-                raise _Refused("unexpected", "the transfer is not under way here")
+                raise Refused("unexpected", "the transfer is not under way here")
             self._rows[[ref.block_id for ref in header.blocks], header.layer] = data
             expected.next_sequence += 1
             expected.landed += len(payload)
             self.counters.bytes += len(payload)
 
     def _check(self, header: _Header, payload: memoryview, expected: _Expected) -> None:
-        pool = self._pool
-        for ref in header.blocks:
-            check(ref, pool.incarnation, pool.num_blocks, self._generation)
-            if ref.block_id not in expected.blocks:
-                raise _Refused("foreign", f"block {ref.block_id} is not of this transfer")
-        if not header.blocks or not 0 <= header.layer < pool.num_layers:
-            raise _Refused("range", f"layer {header.layer} of {len(header.blocks)} blocks")
-        if len(payload) != len(header.blocks) * pool.layer_bytes:
-            raise _Refused("length", "the payload has another length than its blocks")
+        check_destination(self._pool, self._generation, expected.blocks, header.layer, header.blocks, len(payload))
         if xxhash.xxh3_64_intdigest(payload) != header.checksum:
-            raise _Refused("checksum", "the payload was damaged on the way")
+            raise Refused("checksum", "the payload was damaged on the way")
 
 
 def _parse(decoder: "msgspec.msgpack.Decoder[_Header]", frames: list[zmq.Frame]) -> _Header:
     if len(frames) != 2 or len(frames[0]) > _MAX_HEADER:
-        raise _Refused("malformed", "a KV message has a header and one payload")
+        raise Refused("malformed", "a KV message has a header and one payload")
     try:
         header = decoder.decode(frames[0].buffer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise _Refused("malformed", str(error)) from error
+        raise Refused("malformed", str(error)) from error
     if header.format != _FORMAT:
-        raise _Refused("malformed", f"format {header.format} is not known here, only {_FORMAT}")
+        raise Refused("malformed", f"format {header.format} is not known here, only {_FORMAT}")
     return header
 
 

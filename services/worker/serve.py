@@ -28,6 +28,8 @@ from kv_transfer.connectors.shared_memory import (
     SharedSegment,
     reap_stale_segments,
 )
+from kv_transfer.connectors.tcp import TcpReceiver
+from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from services.cluster_state import ClusterState
 from services.config import ConfigError, WorkerConfig, parse_bytes
@@ -127,7 +129,7 @@ class Worker:
             )
         folder = Path(config.model)
         usual = _USUAL[config.device]
-        share = config.role == "decode" and config.connector != "zmq"
+        share = config.role == "decode" and config.connector in ("auto", "shared_memory")
         told = LoadLog()
         engine = Engine.build(
             folder,
@@ -172,7 +174,7 @@ class Worker:
         except ConnectorError as error:
             if self._config.connector == "shared_memory":
                 raise
-            log.warning("no shared memory for the KV pool, ZMQ is used", reason=str(error))
+            log.warning("no shared memory for the KV pool, TCP is used", reason=str(error))
             return None
 
     async def _serve(self, engine: Engine, rpc: RpcServer, state: ClusterState) -> None:
@@ -181,9 +183,13 @@ class Worker:
         pool = PoolDescription(
             self.incarnation, engine.kv_cache.num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout
         )
+        stream_key = self._key.kv_streams if self._key else b""
         if config.role == "decode":
             if self._segment is not None:
                 self._connectors.append(SharedMemoryReceiver(self._segment, pool))
+            self._connectors.append(
+                TcpReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, stream_key)
+            )
             self._connectors.append(
                 ZmqReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, self._secure)
             )
@@ -191,6 +197,8 @@ class Worker:
         def open_connector(kind: str, description: bytes) -> SenderConnector:
             if kind == "shared_memory":
                 return SharedMemorySender(description, spec.layout)
+            if kind == "tcp":
+                return TcpSender(description, spec.layout, stream_key)
             if kind == "zmq":
                 return ZmqSender(description, spec.layout, self._secure)
             raise ConnectorError(f"the connector {kind!r} is not known here")

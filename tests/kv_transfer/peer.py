@@ -7,6 +7,7 @@ import torch
 
 from kv_transfer.connectors.base import ConnectorError, SenderConnector
 from kv_transfer.connectors.shared_memory import SharedMemorySender, SharedSegment
+from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
 from kv_transfer.references import BlockRef
 
@@ -40,6 +41,8 @@ def main() -> None:
         connector: SenderConnector
         if command.kind == "shared_memory":
             connector = SharedMemorySender(command.description, command.layout)
+        elif command.kind == "tcp":
+            connector = TcpSender(command.description, command.layout, b"")
         else:
             connector = ZmqSender(command.description, command.layout, lambda socket, server: None)
         print("pushing", flush=True)

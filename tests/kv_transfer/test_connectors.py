@@ -1,4 +1,4 @@
-"""Both connectors between real processes: bytes arrive whole, dead and frozen senders are shut out, nothing is left."""
+"""The connectors between real processes: bytes arrive whole, dead and frozen senders are shut out, nothing is left."""
 
 import os
 import signal
@@ -15,7 +15,13 @@ import zmq
 
 from engine.kv_cache import KVCache, KVCacheSpec
 from kv_transfer.connectors import shared_memory
-from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderIdentity
+from kv_transfer.connectors.base import (
+    ConnectorError,
+    PoolDescription,
+    ReceiverConnector,
+    SenderConnector,
+    SenderIdentity,
+)
 from kv_transfer.connectors.selection import choose
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
@@ -23,12 +29,14 @@ from kv_transfer.connectors.shared_memory import (
     SharedSegment,
     reap_stale_segments,
 )
+from kv_transfer.connectors.tcp import TcpReceiver
+from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from kv_transfer.references import BlockRef
 
 INCARNATION = "d" * 32
 SENDER = SenderIdentity("p" * 32, "", 0, 0)
-KINDS = ["shared_memory", "zmq"]
+KINDS = ["shared_memory", "tcp", "zmq"]
 
 
 def plain(socket: zmq.Socket[bytes], server: bool) -> None:
@@ -76,7 +84,11 @@ def make_pool(kind: str, num_blocks: int = 8, block_size: int = 4) -> Pool:
         cache = KVCache(spec, num_blocks, segment.buffer)
         return Pool(cache, SharedMemoryReceiver(segment, pool), generation, [segment])
     cache = KVCache(spec, num_blocks)
-    receiver = ZmqReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", plain)
+    receiver: ReceiverConnector
+    if kind == "tcp":
+        receiver = TcpReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"")
+    else:
+        receiver = ZmqReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", plain)
     return Pool(cache, receiver, generation)
 
 
@@ -98,10 +110,14 @@ def kind_of(pool: Pool) -> str:
     return pool.receiver.capabilities.kind
 
 
-def open_sender(pool: Pool) -> SharedMemorySender | ZmqSender:
-    if kind_of(pool) == "zmq":
-        return ZmqSender(pool.receiver.describe(), pool.cache.spec.layout, plain)
-    return SharedMemorySender(pool.receiver.describe(), pool.cache.spec.layout)
+def open_offer(kind: str, description: bytes, layout: str) -> SenderConnector:
+    if kind == "tcp":
+        return TcpSender(description, layout, b"")
+    return ZmqSender(description, layout, plain) if kind == "zmq" else SharedMemorySender(description, layout)
+
+
+def open_sender(pool: Pool) -> SenderConnector:
+    return open_offer(kind_of(pool), pool.receiver.describe(), pool.cache.spec.layout)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
@@ -125,7 +141,7 @@ def test_bytes_arrive_whole_and_nowhere_else(pool: Pool, peer: Any) -> None:
     assert peer.hear() == "pushing\n"
     total = 3 * pool.cache.spec.block_bytes
     assert peer.hear() == f"pushed {total}\n"
-    if kind_of(pool) == "zmq":
+    if not pool.receiver.capabilities.one_sided:
         wait_until(lambda: pool.receiver.bytes_landed("r/0") == total)
     assert torch.equal(pool.cache.tensor[[6, 1, 4]], source_cache(pool)[:3])
     assert not pool.cache.tensor[[0, 2, 3, 5, 7]].any()
@@ -141,7 +157,7 @@ def test_sender_killed_in_the_middle_is_fenced(pool: Pool, peer: Any) -> None:
     peer.kill()
     assert pool.receiver.fence("r/0", SENDER)
     pool.cache.tensor.zero_()
-    time.sleep(0.05)  # what ZMQ still holds comes now
+    time.sleep(0.05)  # what sockets still hold comes now
     assert not pool.cache.tensor.any()
 
 
@@ -245,14 +261,8 @@ def test_push_outside_of_the_cache_is_refused(pool: Pool, layer: int, source_blo
 def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
     kind, good = kind_of(pool), msgspec.msgpack.decode(pool.receiver.describe())
 
-    def open_offer(description: bytes, layout: str = pool.cache.spec.layout) -> None:
-        if kind == "zmq":
-            ZmqSender(description, layout, plain)
-        else:
-            SharedMemorySender(description, layout)
-
     with pytest.raises(ConnectorError, match="layout"):
-        open_offer(pool.receiver.describe(), "other")
+        open_offer(kind, pool.receiver.describe(), "other")
     wrong: list[tuple[str, object]] = [("num_blocks", 0), ("num_blocks", -1), ("num_blocks", 2**63), ("block_bytes", 0)]
     wrong += [("layer_bytes", 7), ("layout", 3)]
     bad: list[dict[str, object]] = [{"pool": {**good["pool"], key: value}} for key, value in wrong]
@@ -260,16 +270,19 @@ def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
         bad += [
             {"address": address} for address in ("", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://127.0.0.1:x", 3)
         ]
+    elif kind == "tcp":
+        bad += [{"host": host} for host in ("", "localhost", "192.0.2.1", "::ffff:192.0.2.1", "127.0.0.1:1", "/", 3)]
+        bad += [{"port": port} for port in (0, -1, 1 << 16, "http", 1)]  # nobody listens on port 1
     else:
         bad += [{"name": name} for name in ("", "../etc/passwd", "tandem-kv-\0", "tandem-kv-/../x", good["name"][:-1])]
         bad += [{"token": token} for token in (b"", b"x" * 32, b"x" * 10_000)]
         bad += [{"boot_id": "other"}, {"pool": {**good["pool"], "num_blocks": 7}}]
     for change in bad:
         with pytest.raises(ConnectorError):
-            open_offer(msgspec.msgpack.encode(good | change))
+            open_offer(kind, msgspec.msgpack.encode(good | change), pool.cache.spec.layout)
     for garbage in (b"", b"\x80\x04\x95.", os.urandom(100), msgspec.msgpack.encode([good])):
         with pytest.raises(ConnectorError):
-            open_offer(garbage)
+            open_offer(kind, garbage, pool.cache.spec.layout)
 
 
 def test_too_little_shared_memory_is_said_with_numbers() -> None:
@@ -308,15 +321,16 @@ def test_fencing_one_transfer_leaves_the_others_alone(pool: Pool) -> None:
     sender.close()
 
 
-def test_zmq_sender_to_nobody_neither_blocks_nor_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["tcp", "zmq"])
+def test_sender_to_nobody_neither_blocks_nor_lies(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver is gone: pushes return at once, flush says so, stop and close end."""
     monkeypatch.setattr("kv_transfer.connectors.zmq_stream._STUCK_SECONDS", 0.2)
-    pool = make_pool("zmq")
+    pool = make_pool(kind)
     sender, source = open_sender(pool), source_cache(pool)
     pool.receiver.close()
-    for layer in range(200):
-        sender.push("r/0", layer % 3, source, list(range(8)), pool.hand_out(*range(8)))
-    with pytest.raises(ConnectorError, match="does not take"):
+    with pytest.raises(ConnectorError, match="does not take"):  # TCP may know it while pushes go on
+        for layer in range(200):
+            sender.push("r/0", layer % 3, source, list(range(8)), pool.hand_out(*range(8)))
         sender.flush("r/0")
     sender.stop("r/0")
     sender.flush("r/0")  # nothing of it is left
@@ -361,17 +375,20 @@ def test_zmq_with_curve_keeps_strangers_out() -> None:
 
 
 def test_choice_takes_the_first_offer_that_works_and_says_why() -> None:
-    pool = make_pool("zmq")
+    pool, unreachable = make_pool("zmq"), make_pool("tcp")
     layout = pool.cache.spec.layout
 
-    def open_connector(kind: str, description: bytes) -> ZmqSender | SharedMemorySender:
-        if kind == "zmq":
-            return ZmqSender(description, layout, plain)
-        return SharedMemorySender(description, layout)
+    def open_connector(kind: str, description: bytes) -> SenderConnector:
+        return open_offer(kind, description, layout)
 
-    offers = [("shared_memory", b"from another host"), ("zmq", pool.receiver.describe())]
+    offers = [("shared_memory", b"from another host"), ("tcp", unreachable.receiver.describe())]
+    offers.append(("zmq", pool.receiver.describe()))
     kind, connector, reason = choose(offers, open_connector)
-    assert kind == "zmq" and "shared_memory: malformed" in reason
+    assert kind == "tcp" and "shared_memory: malformed" in reason
+    connector.close()
+    unreachable.receiver.close()
+    kind, connector, reason = choose(offers, open_connector)
+    assert kind == "zmq" and "tcp: cannot connect" in reason
     connector.close()
     with pytest.raises(ConnectorError, match="shared_memory is forced"):
         choose(offers, open_connector, forced="shared_memory")

@@ -1,0 +1,158 @@
+"""What a TCP stream of KV bytes carries: a handshake that proves the key on both sides, then sealed frames.
+
+The sender speaks first: a nonce. The receiver answers with its own and a proof, the sender proves itself in turn. Both
+proofs and the key of the session are HMACs of both nonces under the cluster's key, so that a recorded handshake opens
+nothing. A frame is a prefix (bytes of the header, seal), a msgpack header and a payload. The seal is a MAC of the
+header and of the frame's place in its stream: a stranger on the path can neither make up, repeat, drop nor reorder
+frames unnoticed. Payloads are neither encrypted nor sealed; their checksum is against accidents.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+import msgspec
+
+from kv_transfer.connectors.frames import Refused
+from kv_transfer.references import BlockRef
+
+FORMAT = 1
+MAX_HEADER = 1 << 17
+MAX_BLOCKS = 1024  # of a frame: what one call of the kernel scatters into
+MAX_STREAMS = 16  # of a sender
+STUCK_SECONDS = 5.0  # in the middle of a frame without one byte
+
+_MAGIC = b"tandem-kv-tcp-1\0"
+_NONCE_BYTES, _PROOF_BYTES, _SEAL_BYTES = 32, 32, 16
+_PREFIX = struct.Struct(f"<I{_SEAL_BYTES}s")
+PREFIX_BYTES = _PREFIX.size
+
+
+class StreamLost(OSError):
+    """The stream ended or cannot be gone on with."""
+
+
+class Header(msgspec.Struct, array_like=True, frozen=True):
+    """One frame: `length` bytes for one layer of `blocks`."""
+
+    format: int
+    transfer_id: str
+    stream: int  # of the sender's streams; the frames of a row all take the same one
+    sequence: int  # of the frame within its transfer and stream, from 0
+    layer: int
+    blocks: list[BlockRef]
+    length: int
+    checksum: int  # xxh3_64 of the payload
+
+
+class Seal:
+    """Seals or opens the headers of one stream, in order."""
+
+    def __init__(self, session_key: bytes) -> None:
+        self._key = session_key
+        self._num_frames = 0
+        self._decoder = msgspec.msgpack.Decoder(Header)
+
+    def close(self, header: Header) -> bytes:
+        """Prefix and header, ready to send."""
+        encoded = msgspec.msgpack.encode(header)
+        return _PREFIX.pack(len(encoded), self._mac(encoded)) + encoded
+
+    def header_bytes(self, prefix: bytes | bytearray) -> int:
+        """Bytes of the header that follows. Raises Refused if they are too many."""
+        size: int = _PREFIX.unpack(prefix)[0]
+        if not 0 < size <= MAX_HEADER:
+            raise Refused("malformed", f"a header of {size} bytes; 1 to {MAX_HEADER} are allowed")
+        return size
+
+    def open(self, prefix: bytes | bytearray, encoded: bytes | bytearray) -> Header:
+        """The header. Raises Refused if it is not what the other side sent next, or no header."""
+        if not hmac.compare_digest(self._mac(encoded), _PREFIX.unpack(prefix)[1]):
+            raise Refused("malformed", "the header is not sealed with the key of this stream")
+        try:
+            header = self._decoder.decode(encoded)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise Refused("malformed", str(error)) from error
+        if header.format != FORMAT:
+            raise Refused("malformed", f"format {header.format} is not known here, only {FORMAT}")
+        if len(header.blocks) > MAX_BLOCKS or not 0 <= header.stream < MAX_STREAMS or header.length < 0:
+            raise Refused("malformed", f"{len(header.blocks)} blocks, {header.length} bytes on stream {header.stream}")
+        return header
+
+    def _mac(self, encoded: bytes | bytearray) -> bytes:
+        mac = hashlib.blake2b(self._num_frames.to_bytes(8, "little"), key=self._key, digest_size=_SEAL_BYTES)
+        mac.update(encoded)
+        self._num_frames += 1
+        return mac.digest()
+
+
+def greet_receiver(stream: socket.socket, key: bytes, incarnation: str, deadline: float) -> Seal:
+    """The sender's half of the handshake. Raises StreamLost if the receiver lacks the key or is another one."""
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    _send(stream, _MAGIC + ours, deadline)
+    answer = _read(stream, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    nonces = ours + answer[:_NONCE_BYTES]
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _prove(key, b"receiver", incarnation, nonces)):
+        raise StreamLost("the receiver has another cluster key, or is not the one it was")
+    _send(stream, _prove(key, b"sender", incarnation, nonces), deadline)
+    return Seal(_prove(key, b"session", incarnation, nonces))
+
+
+def greet_sender(stream: socket.socket, key: bytes, incarnation: str, deadline: float) -> Seal:
+    """The receiver's half of the handshake. Raises StreamLost if the sender lacks the key."""
+    greeting = _read(stream, len(_MAGIC) + _NONCE_BYTES, deadline)
+    if not greeting.startswith(_MAGIC):
+        raise StreamLost("this is no stream of KV bytes")
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    nonces = greeting[len(_MAGIC) :] + ours
+    _send(stream, ours + _prove(key, b"receiver", incarnation, nonces), deadline)
+    if not hmac.compare_digest(_read(stream, _PROOF_BYTES, deadline), _prove(key, b"sender", incarnation, nonces)):
+        raise StreamLost("the sender has another cluster key")
+    return Seal(_prove(key, b"session", incarnation, nonces))
+
+
+def tune(stream: socket.socket) -> None:
+    """Small frames at once; a peer that is gone without a word is noticed."""
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STUCK_SECONDS * 1000))
+
+
+def cut(stream: socket.socket) -> None:
+    """Ends a stream, from any thread: whoever waits for it is woken."""
+    with contextlib.suppress(OSError):  # it has ended by itself
+        stream.shutdown(socket.SHUT_RDWR)
+
+
+def _prove(key: bytes, purpose: bytes, incarnation: str, nonces: bytes) -> bytes:
+    return hmac.digest(key, _MAGIC + purpose + b"\0" + incarnation.encode() + b"\0" + nonces, "sha256")
+
+
+def _send(stream: socket.socket, data: bytes, deadline: float) -> None:
+    stream.settimeout(_left(deadline))
+    stream.sendall(data)
+
+
+def _read(stream: socket.socket, size: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        stream.settimeout(_left(deadline))
+        piece = stream.recv(size - len(data))
+        if not piece:
+            raise StreamLost("the other side ended the handshake")
+        data += piece
+    return bytes(data)
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise StreamLost("the handshake takes too long")
+    return left
