@@ -54,7 +54,6 @@ class _Launched:
     """Entries under way on the device, and the tokens that some of them sample on their way to the CPU."""
 
     entries: list[Entry]
-    blocks: list[list[int]]  # the sequences' own lists: another one means that they are computed again
     sampling: list[Sequence_]
     tokens: torch.Tensor  # pinned int64 [len(sampling)]; -1 where logits were no numbers
     arrived: torch.cuda.Event
@@ -67,11 +66,11 @@ class _Launched:
 
     def those_of(self, entries: Sequence[Entry]) -> list[Entry]:
         """Those entries that are under way here."""
-        mine = {entry.sequence: (entry, blocks) for entry, blocks in zip(self.entries, self.blocks, strict=True)}
+        mine = {entry.sequence: entry for entry in self.entries}
         return [
             entry
             for entry in entries
-            if (own := mine.get(entry.sequence)) is not None and own[0] == entry and own[1] is entry.sequence.block_ids
+            if (own := mine.get(entry.sequence)) is not None and own == entry and own.blocks is entry.blocks
         ]
 
 
@@ -112,7 +111,8 @@ class CudaRunner:
             self._wait_until_nearly_finished()
             if following := [entry for entry in foresee() if _is_plain(entry)]:
                 self._ahead = self._launch(following, None)
-        slow = [entry for entry in rest if not _is_plain(entry)]
+        # Blocks of one that was aborted meanwhile may be another's, who is under way.
+        slow = [entry for entry in rest if not _is_plain(entry) and entry.stands]
         result = self._scoring.run(slow, on_layer) if slow else StepResult()
         wanted = known.union(entry.sequence for entry in plain)
         for batch in launched:
@@ -136,7 +136,7 @@ class CudaRunner:
         token_ids = [
             token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end] or (_SAMPLED,)
         ]
-        spans = [Span(entry.sequence.block_ids, entry.start, entry.num_tokens) for entry in entries]
+        spans = [Span(entry.blocks, entry.start, entry.num_tokens) for entry in entries]
         chosen = [
             i
             for i, entry in enumerate(entries)
@@ -176,7 +176,7 @@ class CudaRunner:
         host.copy_(best, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return _Launched(entries, [entry.sequence.block_ids for entry in entries], sampling, host, arrived)
+        return _Launched(entries, sampling, host, arrived)
 
 
 def _is_plain(entry: Entry) -> bool:

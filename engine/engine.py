@@ -416,7 +416,7 @@ class Engine:
 
     def _book(self, step: Step, result: StepResult) -> list[TokenOutput]:
         """Brings what was computed into the sequences; returns their outputs."""
-        for entry in step.entries:
+        for entry in filter(lambda entry: entry.stands, step.entries):
             if (error := result.errors.get(entry.sequence.request_id)) is not None:
                 self._scheduler.fail(entry.sequence, error)
             elif wants_prompt_logprobs(entry):

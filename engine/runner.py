@@ -74,7 +74,7 @@ class Runner:
 
         `foresee()` gives the next step's entries to runners that begin it before this one's tokens are known.
         """
-        spans = [Span(entry.sequence.block_ids, entry.start, entry.num_tokens) for entry in entries]
+        spans = [Span(entry.blocks, entry.start, entry.num_tokens) for entry in entries]
         token_ids = [token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end]]
         positions = np.concatenate([np.arange(entry.start, entry.end) for entry in entries])
         context = self.attention.plan(spans, on_layer)

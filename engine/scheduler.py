@@ -25,6 +25,16 @@ class Entry:
     sequence: Sequence
     start: int
     num_tokens: int
+    blocks: list[int] = field(init=False, compare=False)  # the sequence's own list, in which they are computed
+
+    def __post_init__(self) -> None:
+        """Looks at what the sequence has now."""
+        self.blocks = self.sequence.block_ids
+
+    @property
+    def stands(self) -> bool:
+        """Whether the sequence has its blocks still: it has neither ended since, nor been preempted."""
+        return self.sequence.block_ids is self.blocks
 
     @property
     def end(self) -> int:
@@ -211,7 +221,7 @@ class Scheduler:
         else:
             entries = self._decodes((), self.max_batched_tokens)
             entries += self._chunks(self._prompt_budget(entries), {})
-        entries = [entry for entry in entries if entry.sequence.state is State.RUNNING]  # not preempted since
+        entries = [entry for entry in entries if entry.stands]  # not preempted for one that comes after it
         ended, self._ended = self._ended, []
         self._stalled_at = -1 if entries or ended else self.pool.num_free
         return Step(entries, ended)
@@ -233,16 +243,20 @@ class Scheduler:
                 entries.append(self._continue(sequence, start, 1))
         decodes = [entry for entry in entries[: self.max_batched_tokens] if entry is not None]
         chunks = self._chunks(self._prompt_budget(decodes), after)
-        self._foreseen = [entry for entry in decodes + chunks if entry.sequence.state is State.RUNNING]
+        self._foreseen = [entry for entry in decodes + chunks if entry.stands]
         return self._foreseen
 
     def complete(self, step: Step, sampled: dict[str, int]) -> list[Sequence]:
-        """Books a computed step and appends sampled tokens. Returns the sequences that got a token or ended."""
+        """Books a computed step and appends sampled tokens. Returns the sequences that got a token or ended.
+
+        Entries that stand no more count for nothing: a call that came during the step ended their sequence, or the
+        next step was foreseen to take its blocks.
+        """
         changed = []
         for entry in step.entries:
             sequence = entry.sequence
-            if sequence.state is not State.RUNNING or sequence.num_computed_tokens != entry.start:
-                continue  # aborted meanwhile
+            if not entry.stands:
+                continue
             sequence.num_computed_tokens = entry.end
             self._publish(sequence)
             if (token := sampled.get(sequence.request_id)) is not None:
@@ -438,8 +452,5 @@ class Scheduler:
 def _still_holds(entry: Entry) -> bool:
     """Whether a foreseen entry is what its sequence needs next."""
     sequence = entry.sequence
-    return (
-        sequence.state is State.RUNNING
-        and sequence.num_computed_tokens == entry.start
-        and entry.end <= len(sequence.token_ids)
-    )
+    at_start = sequence.num_computed_tokens == entry.start
+    return entry.stands and at_start and entry.end <= len(sequence.token_ids)

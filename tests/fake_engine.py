@@ -1,6 +1,7 @@
 """A scheduler with a runner that only hashes tokens: what comes out must not depend on how it was scheduled."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
@@ -56,9 +57,9 @@ class FakeEngine:
     max_model_len: int = 10_000
     max_overtaking: int = 4
     max_mixed_prefill_tokens: int = 10_000
-    foresees: bool = (
-        False  # computes the next step, as the scheduler foresees it, before it tells the tokens of this one
-    )
+    # Computes the next step, as the scheduler foresees it, before it tells the tokens of this one.
+    foresees: bool = False
+    listen: Callable[[], None] = lambda: None  # what calls come while a step is under way
     arrivals: int = 0
     outputs: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, Sequence] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class FakeEngine:
             if entry.samples and sampling.max_tokens:
                 sampled[sequence.request_id] = sample(sequence.token_ids, sequence.num_output_tokens, sampling)
         self.ahead = []
+        self.listen()
         if self.foresees:
             running = [s for s in self.scheduler.sequences.values() if s.state is State.RUNNING]
             foreseen = self.scheduler.foresee(step)

@@ -213,6 +213,29 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(engine):
     assert tokens(after) == tokens(expected)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_aborted_inside_a_step_ends_once(engine, fails):
+    """Its id may be in use again when the step is booked."""
+
+    def call(layer, step):
+        if layer == 1 and any(entry.sequence.request_id == "gone" for entry in step.entries):
+            engine.on_layer = None
+            engine.abort("gone")
+            engine.add(request("gone", prompt(9), max_tokens=3))
+            if fails:
+                raise RuntimeError("boom")
+
+    (expected,) = run(engine, request("gone", prompt(9), max_tokens=3))
+    engine.on_layer = call
+    engine.add(request("gone", prompt(12, 5), prompt_logprobs=0))
+    engine.add(request("beside", prompt(10, 6)))
+    found = drain(engine)
+    assert [o.finish_reason for o in found["gone"] if o.finish_reason] == ["abort", "length"]
+    assert tokens(found["gone"]) == tokens(expected)
+    assert (found["beside"][-1].error is not None) == fails
+    assert engine.orphaned_blocks([]) == 0
+
+
 def test_numbers_that_are_none_fail_their_request_alone(llama_folder):
     engine = Engine.build(llama_folder, CONFIG)
     engine._runner.model.embedding.weight.data[500] = torch.nan

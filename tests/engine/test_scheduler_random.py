@@ -106,6 +106,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
+    @rule(data=st.data(), calls=st.lists(st.sampled_from(["abort", "land", "transfer_fails", "release"]), max_size=3),
+          prompt=prompts, adds=st.booleans())  # fmt: skip
+    def step_with_calls(self, data: st.DataObject, calls: list[str], prompt: list[int], adds: bool) -> None:
+        """Calls come while a step is under way, before the next one is foreseen."""
+
+        def listen() -> None:
+            for call in calls:
+                getattr(self, call)(data)
+            if adds:
+                self.add(prompt, 3, 1, False, False, False)
+
+        self.engine.listen = listen
+        self.engine.step()
+        self.engine.listen = lambda: None
+
     @invariant()
     def books_balance(self) -> None:
         if not hasattr(self, "engine"):
