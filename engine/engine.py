@@ -16,11 +16,12 @@ from engine import cuda_start
 from engine.attention.base import LayerKind
 from engine.attention.sdpa import SdpaBackend
 from engine.block_pool import BlockPool
+from engine.config import read_config
 from engine.hashing import root_hash
 from engine.kv_cache import KVCache, KVCacheSpec, KVMemory, PrivateMemory
 from engine.loaded import LoadedModel, load
-from engine.memory import DeviceMemory, DoesNotFit, model_len
-from engine.parallel.group import ALONE, RankError
+from engine.memory import DeviceMemory, DoesNotFit, host_memory, model_len, require_host_cache
+from engine.parallel.group import ALONE, RankError, rank_config
 from engine.parallel.lead import LeadingGroup
 from engine.parallel.messages import Build, Sleep, Wake
 from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
@@ -116,6 +117,8 @@ class Engine:
         self.max_model_len = model_len(
             config.max_model_len, model_config.max_position_embeddings, num_blocks, spec.block_size, spec.block_bytes
         )
+        if config.device == "cpu" and loaded.group.rank == 0:  # before the others take their share
+            require_host_cache(config.tensor_parallel * num_blocks * spec.block_bytes, *host_memory())
         self.fingerprint = loaded.fingerprint
         self.memory: DeviceMemory | None = None  # of the device, if the cache was sized by it
         self._kv_memory = config.allocate(num_blocks, spec.block_bytes) if config.allocate is not None else None
@@ -167,6 +170,7 @@ class Engine:
         """
         group = ALONE
         if config.tensor_parallel > 1:
+            rank_config(read_config(folder), config.tensor_parallel)  # what does not split needs no processes
             rows = 4 * config.max_running  # of a table; no attention backend keeps so many
             group = LeadingGroup(folder, config.tensor_parallel, config.device, config.encoded(), rows, on_rank_lost)
         try:

@@ -1,5 +1,8 @@
 """What a device's memory goes to and how much of it is left for the KV cache: arithmetic in bytes, without torch."""
 
+import re
+from pathlib import Path
+
 import msgspec
 
 _RESERVED = 0.02  # share of a device that stays free: for steps unlike those tried at start, and for fragmentation
@@ -45,7 +48,10 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 def gib(size: int) -> str:
     """A size for people."""
-    return f"{size / (1 << 30):,.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):,.1f} MiB"
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size / (1 << 10):,.1f} KiB"
 
 
 def describe_cache(num_blocks: int, block_size: int, block_bytes: int) -> str:
@@ -68,6 +74,21 @@ def require_cache(needed: int, free: int, total: int) -> None:
         raise DoesNotFit(
             f"the KV cache needs {gib(needed)}; beside the model the device has {gib(free)} of {gib(total)} free. "
             "Lower --kv-memory or --kv-blocks, or leave them out: then it gets what is free"
+        )
+
+
+def host_memory() -> tuple[int, int]:
+    """(bytes that programs can still have, bytes of all) of this machine."""
+    kib = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    return int(kib["MemAvailable"]) << 10, int(kib["MemTotal"]) << 10
+
+
+def require_host_cache(needed: int, free: int, total: int) -> None:
+    """Raises DoesNotFit unless KV caches of `needed` bytes fit into what is free of the machine's memory."""
+    if needed > free:
+        raise DoesNotFit(
+            f"the KV cache needs {gib(needed)}; the machine has {gib(free)} of {gib(total)} free. "
+            "Lower --kv-memory or --kv-blocks, or stop what else uses the memory"
         )
 
 

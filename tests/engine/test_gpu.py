@@ -76,6 +76,48 @@ def test_few_rows_with_gate_and_residual(dtype, m: int, n: int, k: int) -> None:
     assert (few_rows(x, weight, bias, add_to=stream).double() - want).norm() < 1e-2 * want.norm()
 
 
+def test_nothing_is_written_for_a_request_aborted_inside_a_step() -> None:
+    """One whose token is chosen on the CPU, and whose blocks another request has got before its turn comes."""
+    from bench.gpu_engine import SMALL, folder_of
+    from engine.engine import Engine, EngineConfig
+    from engine.request import Request, SamplingParams
+
+    config = EngineConfig(device="cuda", num_blocks=60, max_batched_tokens=128, max_running=4, dummy_seed=7)
+    engine = Engine.build(folder_of(SMALL["llama-8b"]), config)
+    plain = SamplingParams(max_tokens=40, temperature=0.0)
+    scored = SamplingParams(max_tokens=40, temperature=0.0, logprobs=1)
+
+    def add(name: str, first: int, sampling: SamplingParams = plain) -> None:
+        engine.add(Request(request_id=name, prompt_token_ids=list(range(first, first + 90)), sampling=sampling))
+
+    def tokens() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        while engine.has_work():
+            for output in engine.step().outputs:
+                assert output.error is None
+                found.setdefault(output.request_id, []).extend(output.token_ids)
+        engine.clear_cache()
+        return found
+
+    add("stays", 5)
+    add("late", 600)
+    expected = tokens()
+    add("stays", 5)
+    add("gone", 300, scored)
+    for _ in range(5):
+        engine.step()
+
+    def call() -> None:
+        engine.listen = lambda: None
+        engine.abort("gone")
+        add("late", 600)
+
+    engine.listen = call
+    found = tokens()
+    assert found["late"] == expected["late"] and found["stays"] == expected["stays"][-len(found["stays"]) :]
+    assert len(found["stays"]) > 30 and engine.orphaned_blocks([]) == 0
+
+
 def test_logits_in_bfloat16_are_near_those_of_float32() -> None:
     from bench.gpu_engine import SMALL, folder_of
     from engine.attention.base import LayerKind, Span

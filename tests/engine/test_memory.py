@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from engine.engine import Engine, EngineConfig
 from engine.memory import (
     DeviceMemory,
     DoesNotFit,
     describe_cache,
+    host_memory,
     model_len,
     require_cache,
+    require_host_cache,
     require_weights,
     trial_blocks,
     trial_prompts,
@@ -28,6 +32,7 @@ def test_the_cache_gets_what_the_others_leave() -> None:
     assert CARD.num_blocks(2 << 20, GIB) == 512  # another rank has less
     assert describe_cache(25770, 16, 2 << 20) == "KV cache: 412,320 tokens (50.3 GiB)"
     assert describe_cache(3, 16, 1 << 20) == "KV cache: 48 tokens (3.0 MiB)"
+    assert describe_cache(1, 16, 12288) == "KV cache: 16 tokens (12.0 KiB)"
 
 
 @pytest.mark.parametrize("weights", [76 * GIB, 79 * GIB, 100 * GIB])
@@ -49,6 +54,18 @@ def test_weights_and_caches_that_do_not_fit() -> None:
         DoesNotFit, match=r"KV cache needs 70\.0 GiB; .* has 60\.0 GiB of 80\.0 GiB free\. .*--kv-memory"
     ):
         require_cache(70 * GIB, 60 * GIB, 80 * GIB)
+
+
+def test_a_cache_that_the_machine_has_no_room_for(llama_folder: Path) -> None:
+    free, total = host_memory()
+    assert 0 < free < total
+    require_host_cache(GIB, GIB, 4 * GIB)
+    with pytest.raises(DoesNotFit, match=r"needs 9\.0 GiB; the machine has 2\.5 GiB of 4\.0 GiB free\. Lower --kv-mem"):
+        require_host_cache(9 * GIB, 5 * GIB // 2, 4 * GIB)
+    with pytest.raises(DoesNotFit, match="the KV cache needs"):
+        Engine.build(llama_folder, EngineConfig(kv_memory=2 * total, threads=1))
+    with pytest.raises(DoesNotFit, match="the KV cache needs"):  # the two ranks' together
+        Engine.build(llama_folder, EngineConfig(kv_memory=total * 2 // 3, threads=1, tensor_parallel=2))
 
 
 def test_longest_request() -> None:
