@@ -72,11 +72,11 @@ class SleepService(worker_pb2_grpc.SleepServicer):
                 )
             await self._take_requests(False)
             try:
-                events = await self._sleep_when_idle(request, context, started + request.timeout_seconds)
-            except BaseException:
-                await self._take_requests(True)
+                await self._sleep_when_idle(request, context, started + request.timeout_seconds)
+            except BaseException:  # the caller may have gone, and the engine does what it was asked to all the same
+                asleep = await self._thread.call(lambda: self._thread.engine.asleep)
+                await self._take_requests(not asleep)
                 raise
-            self._events.publish(events)
         seconds = time.monotonic() - started
         log.info("asleep", seconds=round(seconds, 3))
         return worker_pb2.SleepReply(seconds=seconds)
@@ -103,12 +103,13 @@ class SleepService(worker_pb2_grpc.SleepServicer):
 
     async def _sleep_when_idle(
         self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any], deadline: float
-    ) -> list[KvEvent]:
+    ) -> None:
         while True:
             reason = f"{self._under_way} requests are under way"
             if not self._under_way:
                 try:
-                    return await self._thread.call(self._sleep)
+                    await asyncio.shield(self._give_back())
+                    return
                 except EngineBusy as error:  # a peer that was cut off may still write for a while
                     reason = str(error)
                     if not request.drain:
@@ -127,10 +128,18 @@ class SleepService(worker_pb2_grpc.SleepServicer):
         self._service.asleep = self._sender.asleep = self._member.asleep = not awake
         await self._state.announce()
 
+    async def _give_back(self) -> None:
+        """Has the engine sleep, and tells what it forgets. Raises EngineBusy."""
+        self._events.publish(await self._thread.call(self._sleep))
+
     def _sleep(self) -> list[KvEvent]:
         """Engine thread."""
         gc.unfreeze()  # what the engine drops must be found
-        self._thread.engine.sleep()
+        try:
+            self._thread.engine.sleep()
+        except EngineBusy:
+            gc.freeze()
+            raise
         return self._thread.engine.drain_events()
 
     def _wake(self) -> None:
