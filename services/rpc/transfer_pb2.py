@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc import worker_pb2 as services_dot_rpc_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bservices/rpc/transfer.proto\x12\ttandem.v1\x1a\x19services/rpc/worker.proto\"\xe5\x01\n\rReceiverFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12)\n\x05hello\x18\x02 \x01(\x0b\x32\x18.tandem.v1.ReceiverHelloH\x00\x12!\n\x05order\x18\x03 \x01(\x0b\x32\x10.tandem.v1.OrderH\x00\x12!\n\x05renew\x18\x04 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12#\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12!\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x42\x06\n\x04\x62ody\"\xc3\x02\n\x0bSenderFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x05hello\x18\x02 \x01(\x0b\x32\x16.tandem.v1.SenderHelloH\x00\x12\'\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x13.tandem.v1.ProgressH\x00\x12\x1f\n\x04\x64one\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12#\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12(\n\tabort_ack\x18\x08 \x01(\x0b\x32\x13.tandem.v1.AbortAckH\x00\x42\x06\n\x04\x62ody\"3\n\x0e\x43onnectorOffer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"\x82\x01\n\rReceiverHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12)\n\x06offers\x18\x04 \x03(\x0b\x32\x19.tandem.v1.ConnectorOffer\x12\x0c\n\x04name\x18\x05 \x01(\t\"x\n\x0bSenderHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x06 \x01(\x04\"a\n\x0e\x42lockReference\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x04 \x01(\x0c\"\xb0\x02\n\x05Order\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x13\n\x0bskip_blocks\x18\n \x01(\r\x12)\n\x06\x62locks\x18\x0b \x03(\x0b\x32\x19.tandem.v1.BlockReference\x12\x15\n\rlease_seconds\x18\x0c \x01(\x01\"\x1e\n\x05Renew\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x08\n\x06\x43ommit\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"!\n\x08\x41\x63\x63\x65pted\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x86\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\n\n\x08_logprob\")\n\x08Progress\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x01(\r\"\x19\n\x04\x44one\x12\x11\n\tchecksums\x18\x01 \x03(\x04\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08\x41\x62ortAck2K\n\x08Transfer\x12?\n\x07\x43onnect\x12\x18.tandem.v1.ReceiverFrame\x1a\x16.tandem.v1.SenderFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bservices/rpc/transfer.proto\x12\ttandem.v1\x1a\x19services/rpc/worker.proto\"\xf7\x01\n\rReceiverFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12)\n\x05hello\x18\x02 \x01(\x0b\x32\x18.tandem.v1.ReceiverHelloH\x00\x12!\n\x05order\x18\x03 \x01(\x0b\x32\x10.tandem.v1.OrderH\x00\x12!\n\x05renew\x18\x04 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12#\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12!\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\x10\n\x08\x63hecksum\x18\x0f \x01(\x06\x42\x06\n\x04\x62ody\"\xd5\x02\n\x0bSenderFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x05hello\x18\x02 \x01(\x0b\x32\x16.tandem.v1.SenderHelloH\x00\x12\'\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x13.tandem.v1.ProgressH\x00\x12\x1f\n\x04\x64one\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12#\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12(\n\tabort_ack\x18\x08 \x01(\x0b\x32\x13.tandem.v1.AbortAckH\x00\x12\x10\n\x08\x63hecksum\x18\x0f \x01(\x06\x42\x06\n\x04\x62ody\"3\n\x0e\x43onnectorOffer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"\x82\x01\n\rReceiverHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12)\n\x06offers\x18\x04 \x03(\x0b\x32\x19.tandem.v1.ConnectorOffer\x12\x0c\n\x04name\x18\x05 \x01(\t\"x\n\x0bSenderHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x06 \x01(\x04\"a\n\x0e\x42lockReference\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x04 \x01(\x0c\"\xb0\x02\n\x05Order\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x13\n\x0bskip_blocks\x18\n \x01(\r\x12)\n\x06\x62locks\x18\x0b \x03(\x0b\x32\x19.tandem.v1.BlockReference\x12\x15\n\rlease_seconds\x18\x0c \x01(\x01\"\x1e\n\x05Renew\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x08\n\x06\x43ommit\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"!\n\x08\x41\x63\x63\x65pted\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x86\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\n\n\x08_logprob\")\n\x08Progress\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x01(\r\"\x19\n\x04\x44one\x12\x11\n\tchecksums\x18\x01 \x03(\x04\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08\x41\x62ortAck2K\n\x08Transfer\x12?\n\x07\x43onnect\x12\x18.tandem.v1.ReceiverFrame\x1a\x16.tandem.v1.SenderFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,39 +33,39 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.transfer_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RECEIVERFRAME']._serialized_start=70
-  _globals['_RECEIVERFRAME']._serialized_end=299
-  _globals['_SENDERFRAME']._serialized_start=302
-  _globals['_SENDERFRAME']._serialized_end=625
-  _globals['_CONNECTOROFFER']._serialized_start=627
-  _globals['_CONNECTOROFFER']._serialized_end=678
-  _globals['_RECEIVERHELLO']._serialized_start=681
-  _globals['_RECEIVERHELLO']._serialized_end=811
-  _globals['_SENDERHELLO']._serialized_start=813
-  _globals['_SENDERHELLO']._serialized_end=933
-  _globals['_BLOCKREFERENCE']._serialized_start=935
-  _globals['_BLOCKREFERENCE']._serialized_end=1032
-  _globals['_ORDER']._serialized_start=1035
-  _globals['_ORDER']._serialized_end=1339
-  _globals['_RENEW']._serialized_start=1341
-  _globals['_RENEW']._serialized_end=1371
-  _globals['_COMMIT']._serialized_start=1373
-  _globals['_COMMIT']._serialized_end=1381
-  _globals['_ABORT']._serialized_start=1383
-  _globals['_ABORT']._serialized_end=1406
-  _globals['_ACCEPTED']._serialized_start=1408
-  _globals['_ACCEPTED']._serialized_end=1441
-  _globals['_TOKENLOGPROB']._serialized_start=1443
-  _globals['_TOKENLOGPROB']._serialized_end=1492
-  _globals['_FIRSTTOKEN']._serialized_start=1495
-  _globals['_FIRSTTOKEN']._serialized_end=1629
-  _globals['_PROGRESS']._serialized_start=1631
-  _globals['_PROGRESS']._serialized_end=1672
-  _globals['_DONE']._serialized_start=1674
-  _globals['_DONE']._serialized_end=1699
-  _globals['_FAILED']._serialized_start=1701
-  _globals['_FAILED']._serialized_end=1725
-  _globals['_ABORTACK']._serialized_start=1727
-  _globals['_ABORTACK']._serialized_end=1737
-  _globals['_TRANSFER']._serialized_start=1739
-  _globals['_TRANSFER']._serialized_end=1814
+  _globals['_RECEIVERFRAME']._serialized_end=317
+  _globals['_SENDERFRAME']._serialized_start=320
+  _globals['_SENDERFRAME']._serialized_end=661
+  _globals['_CONNECTOROFFER']._serialized_start=663
+  _globals['_CONNECTOROFFER']._serialized_end=714
+  _globals['_RECEIVERHELLO']._serialized_start=717
+  _globals['_RECEIVERHELLO']._serialized_end=847
+  _globals['_SENDERHELLO']._serialized_start=849
+  _globals['_SENDERHELLO']._serialized_end=969
+  _globals['_BLOCKREFERENCE']._serialized_start=971
+  _globals['_BLOCKREFERENCE']._serialized_end=1068
+  _globals['_ORDER']._serialized_start=1071
+  _globals['_ORDER']._serialized_end=1375
+  _globals['_RENEW']._serialized_start=1377
+  _globals['_RENEW']._serialized_end=1407
+  _globals['_COMMIT']._serialized_start=1409
+  _globals['_COMMIT']._serialized_end=1417
+  _globals['_ABORT']._serialized_start=1419
+  _globals['_ABORT']._serialized_end=1442
+  _globals['_ACCEPTED']._serialized_start=1444
+  _globals['_ACCEPTED']._serialized_end=1477
+  _globals['_TOKENLOGPROB']._serialized_start=1479
+  _globals['_TOKENLOGPROB']._serialized_end=1528
+  _globals['_FIRSTTOKEN']._serialized_start=1531
+  _globals['_FIRSTTOKEN']._serialized_end=1665
+  _globals['_PROGRESS']._serialized_start=1667
+  _globals['_PROGRESS']._serialized_end=1708
+  _globals['_DONE']._serialized_start=1710
+  _globals['_DONE']._serialized_end=1735
+  _globals['_FAILED']._serialized_start=1737
+  _globals['_FAILED']._serialized_end=1761
+  _globals['_ABORTACK']._serialized_start=1763
+  _globals['_ABORTACK']._serialized_end=1773
+  _globals['_TRANSFER']._serialized_start=1775
+  _globals['_TRANSFER']._serialized_end=1850
 # @@protoc_insertion_point(module_scope)

@@ -8,23 +8,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReceiverFrame(_message.Message):
-    __slots__ = ("transfer_id", "hello", "order", "renew", "commit", "abort")
+    __slots__ = ("transfer_id", "hello", "order", "renew", "commit", "abort", "checksum")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     hello: ReceiverHello
     order: Order
     renew: Renew
     commit: Commit
     abort: Abort
-    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    checksum: int
+    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class SenderFrame(_message.Message):
-    __slots__ = ("transfer_id", "hello", "accepted", "first_token", "progress", "done", "failed", "abort_ack")
+    __slots__ = ("transfer_id", "hello", "accepted", "first_token", "progress", "done", "failed", "abort_ack", "checksum")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +35,7 @@ class SenderFrame(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     hello: SenderHello
     accepted: Accepted
@@ -41,7 +44,8 @@ class SenderFrame(_message.Message):
     done: Done
     failed: Failed
     abort_ack: AbortAck
-    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ...) -> None: ...
+    checksum: int
+    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ConnectorOffer(_message.Message):
     __slots__ = ("kind", "description")

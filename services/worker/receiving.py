@@ -28,7 +28,7 @@ from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
 from services.worker.metrics import WorkerMetrics
 from services.worker.room import Room
-from services.worker.transfer_wire import from_sender_frame, to_receiver_frame
+from services.worker.transfer_wire import DamagedFrame, from_sender_frame, opened, sealed, to_receiver_frame
 
 log = structlog.get_logger()
 
@@ -175,6 +175,8 @@ class KvReceiver:
         now = time.monotonic()
         receiving = Receiving(rx.ReceiverTransfer(order, deadline=request.deadline), link, blocks, now)
         link.connector.expect(key, blocks)
+        # From here an abort must find the transfer, not a start that could be called off: the writer is about to write.
+        del self._starting[key]
         self._transfers[key] = link.transfers[key] = receiving
         self._carry_out(receiving, receiving.machine.start(now))
 
@@ -189,6 +191,16 @@ class KvReceiver:
         return await asyncio.shield(task)
 
     async def _open(self, peer: router_pb2.Endpoint) -> Link:
+        channel = make_channel(peer.address, self._key)
+        try:
+            link = await self._shake_hands(peer, channel)
+        except BaseException:
+            await channel.close()
+            raise
+        link.reader = asyncio.get_running_loop().create_task(self._read(link))
+        return link
+
+    async def _shake_hands(self, peer: router_pb2.Endpoint, channel: grpc.aio.Channel) -> Link:
         hello = transfer_pb2.ReceiverHello(
             incarnation=self._incarnation,
             name=self._name,
@@ -201,35 +213,34 @@ class KvReceiver:
         )
         outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
         outbox.put_nowait(transfer_pb2.ReceiverFrame(hello=hello))
-        channel = make_channel(peer.address, self._key)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 call = transfer_pb2_grpc.TransferStub(channel).Connect(_frames(outbox))
                 answer = await call.read()
+                answered = None if answer is grpc.aio.EOF else opened(answer).hello
         except (TimeoutError, grpc.aio.AioRpcError) as error:
-            await channel.close()
             detail = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             raise LinkLost(f"{peer.name}: {detail}") from error
-        if answer is grpc.aio.EOF or answer.WhichOneof("body") != "hello":
-            await channel.close()
+        except DamagedFrame as error:
+            raise LinkLost(f"{peer.name}: {error}") from error
+        if answered is None or not answered.incarnation:
             raise LinkLost(f"{peer.name} closed the stream in the handshake")
-        if answer.hello.incarnation != peer.incarnation:
-            await channel.close()
+        if answered.incarnation != peer.incarnation:
             raise LinkLost(f"{peer.name} was restarted")
-        connector = next(c for c in self._connectors if c.capabilities.kind == answer.hello.connector)
-        sender = SenderIdentity(peer.incarnation, answer.hello.boot_id, answer.hello.pid, answer.hello.start_ticks)
-        log.info("linked", peer=peer.name, connector=answer.hello.connector, reason=answer.hello.reason)
-        link = Link(peer, channel, call, connector, sender, outbox)
-        link.reader = asyncio.get_running_loop().create_task(self._read(link))
-        return link
+        connector = next(c for c in self._connectors if c.capabilities.kind == answered.connector)
+        sender = SenderIdentity(peer.incarnation, answered.boot_id, answered.pid, answered.start_ticks)
+        log.info("linked", peer=peer.name, connector=answered.connector, reason=answered.reason)
+        return Link(peer, channel, call, connector, sender, outbox)
 
     async def _read(self, link: Link) -> None:
         reason = "the stream ended"
         try:
             async for frame in link.call:
-                self._on_frame(link, frame)
+                self._on_frame(link, opened(frame))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
+        except DamagedFrame as error:
+            reason = str(error)
         except asyncio.CancelledError:
             reason = "closed"
         log.info("link lost", peer=link.peer.name, reason=reason)
@@ -334,4 +345,4 @@ async def _frames(
     outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None],
 ) -> AsyncIterator[transfer_pb2.ReceiverFrame]:
     while (frame := await outbox.get()) is not None:
-        yield frame
+        yield sealed(frame)

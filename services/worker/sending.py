@@ -29,7 +29,7 @@ from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import EngineThread
 from services.worker.token_publisher import TokenPublisher
-from services.worker.transfer_wire import from_receiver_frame, to_sender_frame
+from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, opened, sealed, to_sender_frame
 
 log = structlog.get_logger()
 
@@ -98,7 +98,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[transfer_pb2.SenderFrame]:
         """Serves one decode worker until its stream ends."""
-        hello = (await anext(aiter(request_iterator))).hello
+        try:
+            hello = opened(await anext(aiter(request_iterator))).hello
+        except (DamagedFrame, StopAsyncIteration) as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, f"no handshake: {error}")
         if (hello.fingerprint, hello.layout) != (self._fingerprint, self._layout):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -112,20 +115,19 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         log.info("linked", peer=hello.name, connector=kind, reason=reason)
         peer = Peer(hello.incarnation, connector)
         identity = self._identity
-        yield transfer_pb2.SenderFrame(
-            hello=transfer_pb2.SenderHello(
-                incarnation=identity.incarnation,
-                connector=kind,
-                reason=reason,
-                boot_id=identity.boot_id,
-                pid=identity.pid,
-                start_ticks=identity.start_ticks,
-            )
+        answer = transfer_pb2.SenderHello(
+            incarnation=identity.incarnation,
+            connector=kind,
+            reason=reason,
+            boot_id=identity.boot_id,
+            pid=identity.pid,
+            start_ticks=identity.start_ticks,
         )
+        yield sealed(transfer_pb2.SenderFrame(hello=answer))
         reader = self._loop.create_task(self._read(peer, request_iterator))
         try:
             while (frame := await peer.outbox.get()) is not None:
-                yield frame
+                yield sealed(frame)
         finally:
             reader.cancel()
             for sending in [s for s in self._sending.values() if s.peer is peer]:
@@ -220,7 +222,9 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     async def _read(self, peer: Peer, frames: AsyncIterator[transfer_pb2.ReceiverFrame]) -> None:
         try:
             async for frame in frames:
-                self._on_frame(peer, frame)
+                self._on_frame(peer, opened(frame))
+        except DamagedFrame as error:
+            log.warning("link ends", peer=peer.incarnation, reason=str(error))
         finally:
             peer.outbox.put_nowait(None)
 

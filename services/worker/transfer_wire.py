@@ -1,10 +1,41 @@
-"""Conversion between the frames of `transfer.proto` and the messages of `kv_transfer`."""
+"""Conversion between the frames of `transfer.proto` and the messages of `kv_transfer`.
+
+A frame carries the checksum of all else in it: a flipped bit in a prompt or in a first token would be a wrong answer,
+and no checksum of KV bytes would find it.
+"""
+
+from typing import TypeVar
+
+import xxhash
 
 from engine.request import Request, TokenLogprob
 from kv_transfer import messages as m
 from kv_transfer.references import BlockRef
 from services.rpc import transfer_pb2 as pb
 from services.worker.wire import local_deadline, sampling_from_wire, sampling_to_wire
+
+Frame = TypeVar("Frame", pb.ReceiverFrame, pb.SenderFrame)
+
+
+class DamagedFrame(Exception):
+    """What came is not what the peer sent; nothing that follows on this stream can be trusted."""
+
+
+def sealed(frame: Frame) -> Frame:
+    """The frame with its checksum, to be sent."""
+    frame.checksum = xxhash.xxh3_64_intdigest(frame.SerializeToString(deterministic=True))
+    return frame
+
+
+def opened(frame: Frame | None) -> Frame:
+    """The frame as the peer sealed it. Raises DamagedFrame, also for None: gRPC's word for bytes that are no frame."""
+    if frame is None:
+        raise DamagedFrame("a frame cannot be decoded")
+    checksum = frame.checksum
+    frame.ClearField("checksum")
+    if xxhash.xxh3_64_intdigest(frame.SerializeToString(deterministic=True)) != checksum:
+        raise DamagedFrame("a frame's checksum is wrong")
+    return frame
 
 
 def to_receiver_frame(message: m.Order | m.Renew | m.Commit | m.Abort, now: float) -> pb.ReceiverFrame:

@@ -1,0 +1,283 @@
+"""A prefill and a decode worker with mock engines and everything else real, and proxies on all ways between them."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import grpc.aio
+import msgspec
+import xxhash
+from chaos.control_proxy import ControlProxy
+from chaos.faults import Faults
+from chaos.faulty_sender import FaultySender
+from chaos.mock_engine import FINGERPRINT, MockEngine
+from chaos.stream_proxy import StreamProxy, zmtp_units
+
+from engine.engine import StepOutput
+from kv_transfer.connectors import zmq_stream
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
+from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
+from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
+from kv_transfer.references import BlockRef
+from services.process import new_incarnation
+from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2_grpc
+from services.rpc_server import RpcServer
+from services.worker import receiving, sending
+from services.worker.engine_thread import EngineThread
+from services.worker.event_publisher import EventPublisher
+from services.worker.metrics import WorkerMetrics
+from services.worker.receiving import KvReceiver
+from services.worker.sending import KvSender
+from services.worker.servicer import WorkerService
+from services.worker.token_publisher import TokenPublisher
+
+CONNECTORS = ("shared_memory", "zmq")
+LEASE_SECONDS = 0.8
+_TICK_SECONDS = 0.02
+_HOST = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def short_waits() -> Iterator[None]:
+    """All waits of the transfer path shortened, so that thousands of lost words fit into minutes."""
+    with (
+        mock.patch.object(receiving, "_LEASE_SECONDS", LEASE_SECONDS),
+        mock.patch.object(receiving, "_CONNECT_SECONDS", 1.0),
+        mock.patch.object(receiving, "_LATE_BYTES_SECONDS", 0.5),
+        mock.patch.object(zmq_stream, "_STUCK_SECONDS", 0.5),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_checksums() -> Iterator[None]:
+    """Negative control: all sums of KV bytes are equal."""
+    blind = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
+    with contextlib.ExitStack() as stack:
+        for module in (receiving, sending, zmq_stream):
+            assert module.xxhash is xxhash
+            stack.enter_context(mock.patch.object(module, "xxhash", blind))
+        yield
+
+
+OnCrash = Callable[[Exception], None]
+
+
+class Worker:
+    """What both have: an engine on its thread and a gRPC server."""
+
+    def __init__(self, engine: MockEngine, on_crash: OnCrash) -> None:
+        self.incarnation = new_incarnation()
+        self.engine = engine
+        self.metrics = WorkerMetrics()
+        self.rpc = RpcServer(_HOST, 0, None, self.metrics.registry)
+        self.tokens = TokenPublisher(self.incarnation, None)
+        self.thread = EngineThread(engine, self.on_step, on_crash)
+        spec = engine.kv_cache.spec
+        num_blocks = engine.kv_cache.num_blocks
+        self.pool = PoolDescription(self.incarnation, num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout)
+
+    def on_step(self, output: StepOutput) -> None:
+        raise NotImplementedError
+
+    async def start(self) -> None:
+        self.thread.start()
+        await self.rpc.start()
+
+    async def stop(self) -> None:
+        await self.rpc.stop(0)
+        await asyncio.to_thread(self.thread.stop)
+        self.tokens.close()
+
+
+class Prefill(Worker):
+    """Computes prompts; 2 ms a layer, so that there is a time in the middle."""
+
+    def __init__(self, open_connector: Callable[[str, bytes], SenderConnector], on_crash: OnCrash) -> None:
+        super().__init__(MockEngine(256, 0.002), on_crash)
+        self.sender = KvSender(
+            self.incarnation, FINGERPRINT, self.pool.layout, self.thread, open_connector, self.tokens, None
+        )
+        self.engine.on_layer = self.sender.on_layer
+        self.thread.after_step = lambda output: self.sender.on_step_end(output.step)
+        transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
+
+    def on_step(self, output: StepOutput) -> None:
+        self.sender.on_outputs(output.outputs)
+
+
+class Decode(Worker):
+    """Its pool is small, so that blocks are soon somebody else's."""
+
+    def __init__(self, connector: str, on_crash: OnCrash) -> None:
+        self.segment: SharedSegment | None = None
+        super().__init__(MockEngine(160, 0.0003, self._allocate if connector == "shared_memory" else None), on_crash)
+        self.connector: ReceiverConnector
+        if self.segment is not None:
+            self.connector = SharedMemoryReceiver(self.segment, self.pool)
+        else:
+            tensor = self.engine.kv_cache.tensor
+            self.connector = ZmqReceiver(tensor, self.pool, self.engine.generation, _HOST, _insecure)
+        self.receiver = KvReceiver(
+            self.incarnation,
+            "decode",
+            FINGERPRINT,
+            self.pool.layout,
+            self.thread,
+            [self.connector],
+            None,
+            self.metrics,
+        )
+        self.events = EventPublisher(self.incarnation, _HOST, None)
+        self.service = WorkerService(
+            self.incarnation,
+            self.thread,
+            self.receiver,
+            self.tokens,
+            self.events,
+            max_model_len=self.engine.max_model_len,
+            max_waiting=1000,
+        )
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.rpc.server)
+
+    def _allocate(self, num_blocks: int, block_bytes: int) -> SharedSegment:
+        self.segment = SharedSegment(num_blocks * block_bytes, num_blocks)
+        return self.segment
+
+    def on_step(self, output: StepOutput) -> None:
+        self.service.publish(output.outputs)
+        self.receiver.blocks_freed()
+
+    async def stop(self) -> None:
+        await self.receiver.close()
+        await super().stop()
+        self.connector.close()
+        self.events.close()
+
+
+class Pair:
+    """The two workers, linked by `connector` through proxies that do what `faults` says.
+
+    `fenced=False` is the negative control: blocks are never struck out and references are not looked at.
+    """
+
+    def __init__(self, connector: str, faults: Faults, *, fenced: bool = True) -> None:
+        self.kind = connector
+        self.faults = faults
+        self.crashes: list[Exception] = []
+        self.crashed = asyncio.Event()
+        self._fenced = fenced
+        faults.states = self.states
+
+    async def start(self) -> None:
+        self.decode = Decode(self.kind, self._crash)
+        self.prefill = Prefill(self._open_connector, self._crash)
+        self.control = ControlProxy(self.faults)
+        self.stream = StreamProxy(self.faults, zmtp_units)
+        if not self._fenced:
+            self.decode.connector.finish = lambda transfer_id: None  # type: ignore[method-assign]
+        await self._put_between()
+        await self.decode.start()
+        await self.prefill.start()
+        await self.control.start(self.prefill.rpc.address)
+        self.ticker = asyncio.create_task(self._tick())
+        self._channel = grpc.aio.insecure_channel(self.decode.rpc.address)
+        self.worker: Any = worker_pb2_grpc.WorkerStub(self._channel)
+
+    async def stop(self) -> None:
+        self.ticker.cancel()
+        await self._channel.close()
+        await self.decode.stop()
+        await self.prefill.stop()
+        await self.control.stop()
+        await self.stream.stop()
+
+    @property
+    def endpoint(self) -> router_pb2.Endpoint:
+        """Where the decode worker believes the prefill worker to be."""
+        return router_pb2.Endpoint(name="prefill", incarnation=self.prefill.incarnation, address=self.control.address)
+
+    def states(self, transfer_id: str) -> tuple[str, str]:
+        """Of receiver and sender; they read what the event loop writes, which is good enough for counting."""
+        if transfer_id in ("handshake", "?"):
+            return transfer_id, transfer_id
+        received = self.decode.receiver._transfers.get(transfer_id)
+        sent = self.prefill.sender._sending.get(transfer_id)
+        buried = (self.decode.incarnation, transfer_id) in self.prefill.sender._transfers._tombstones
+        return (
+            received.machine.state.value if received else "closed",
+            sent.machine.state.value if sent else "closed" if buried else "before",
+        )
+
+    def _crash(self, error: Exception) -> None:
+        """An engine's thread has ended; in a real worker this ends the process."""
+        self.crashes.append(error)
+        self.crashed.set()
+
+    async def leftovers(self) -> dict[str, int]:
+        """What must be 0 when nothing is under way."""
+        decode, prefill = self.decode, self.prefill
+        quarantined = decode.receiver.quarantined_blocks
+        return {
+            "blocks held by decode": await decode.thread.call(lambda: decode.engine.held_blocks_of_anybody),
+            "blocks held by prefill": await prefill.thread.call(lambda: prefill.engine.held_blocks_of_anybody),
+            "orphans": await decode.thread.call(lambda: decode.engine.orphaned_blocks(quarantined)),
+            "quarantined": len(quarantined),
+            "transfers of decode": len(decode.receiver._transfers),
+            "transfers of prefill": prefill.sender.num_transfers,
+            "exports": len(prefill.sender._exports),
+            "requests": len(decode.service.admitted),
+            "turns": len(decode.receiver._room._turns),
+        }
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self.decode.receiver.tick(loop.time())
+            self.prefill.sender.tick(loop.time())
+
+    async def _put_between(self) -> None:
+        """The stream proxy takes the place of the address in the connector's description."""
+        if self.decode.segment is not None:
+            return
+        description = msgspec.msgpack.decode(self.decode.connector.describe())
+        host, _, port = description["address"].removeprefix("tcp://").rpartition(":")
+        await self.stream.start(host, int(port))
+        description["address"] = f"tcp://{_HOST}:{self.stream.port}"
+        changed = msgspec.msgpack.encode(description)
+        self.decode.connector.describe = lambda: changed  # type: ignore[method-assign]
+
+    def _open_connector(self, kind: str, description: bytes) -> SenderConnector:
+        if kind != self.kind:
+            raise ConnectorError("another kind is tested")
+        layout = self.prefill.pool.layout
+        if kind == "shared_memory":
+            memory = SharedMemorySender(description, layout)
+            table = memory._generations
+            present = None if self._fenced else lambda block: int(table[block])
+            return FaultySender(memory, self.faults, self._flip, self._later, present)
+        return FaultySender(ZmqSender(description, layout, _insecure), self.faults, None, self._later, None)
+
+    def _flip(self, blocks: Sequence[BlockRef], layer: int) -> None:
+        dice, cache = self.faults.random, self.decode.engine.kv_cache
+        size = cache.spec.layer_bytes
+        page = cache.block_bytes_view(dice.choice(blocks).block_id)
+        page[layer * size + dice.randrange(size)] ^= 1 << dice.randrange(8)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        thread, loop = self.prefill.thread, self.prefill.thread._loop
+        loop.call_soon_threadsafe(loop.call_later, seconds, thread.post, call)
+
+
+def _insecure(socket: object, server: bool) -> None:
+    """No keys."""
+
+
+def dice(seed: int) -> random.Random:
+    """A generator for one run."""
+    return random.Random(seed)

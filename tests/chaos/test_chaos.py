@@ -1,0 +1,86 @@
+"""KV transfers under faults: every request ends, with the right tokens, and no block stays behind."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from chaos.faults import KINDS, Faults, Rates
+from chaos.load import Load, Outcome
+from chaos.pair import CONNECTORS, Pair, dice, short_waits, without_checksums
+
+RATES = {place: Rates.of(0.04, 0.003) for place in ("order", "answer", "bytes", "push")}
+
+
+@contextlib.asynccontextmanager
+async def linked(connector: str, faults: Faults, *, fenced: bool = True) -> AsyncIterator[Pair]:
+    with short_waits():
+        pair = Pair(connector, faults, fenced=fenced)
+        await pair.start()
+        try:
+            yield pair
+        finally:
+            await pair.stop()
+
+
+async def run(
+    connector: str, faults: Faults, requests: int, *, fenced: bool = True, abort_share: float = 0.1
+) -> Outcome:
+    async with linked(connector, faults, fenced=fenced) as pair:
+        return await Load(pair, abort_share=abort_share).run(requests)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_without_faults_all_kv_is_transferred(connector: str) -> None:
+    async with linked(connector, Faults(dice(1), {})) as pair:
+        outcome = await Load(pair, abort_share=0).run(40)
+        committed = pair.decode.metrics.transfers.labels("committed")._value.get()
+    assert outcome.clean and outcome.ends == {"ended": 40}, outcome
+    assert committed == 40
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_random_faults_change_no_token_and_leave_no_block(connector: str) -> None:
+    faults = Faults(dice(2), RATES)
+    outcome = await run(connector, faults, 200)
+    assert outcome.clean, outcome
+    assert faults.total > 50, faults.happened
+    assert {kind for (kind,) in faults.by(1)} >= set(KINDS) - {"cut", "half-open", "replay"}
+
+
+async def test_without_checksums_damaged_bytes_are_found_out() -> None:
+    """Negative control."""
+    with without_checksums():
+        outcome = await run("shared_memory", Faults(dice(3), {"push": Rates.only("corrupt", 0.1)}), 30)
+    assert outcome.wrong_tokens
+
+
+async def test_without_fencing_late_writes_are_found_out() -> None:
+    """Negative control."""
+    faults = Faults(dice(4), {"push": Rates.only("replay", 0.3)})
+    outcome = await run("shared_memory", faults, 60, fenced=False)
+    assert outcome.wrong_tokens
+
+
+async def test_abort_in_the_instant_in_which_the_order_goes_out() -> None:
+    """The blocks stay with the writer until it has stopped, and are freed once."""
+    async with linked("shared_memory", Faults(dice(5), {})) as pair:
+        load = Load(pair)
+        for number in range(20):
+            key = f"q{number}/0"
+            await load.submit(f"q{number}", reply_to="tcp://127.0.0.1:1")
+            while key not in pair.decode.receiver._transfers:
+                await asyncio.sleep(0)
+            pair.decode.service.abort(key, "test")
+            assert pair.states(key)[0] == "aborting"
+        assert not any((await load.settled()).values())
+        assert not pair.crashes
+
+
+@pytest.mark.parametrize("place", ["order", "answer"])
+async def test_a_damaged_frame_ends_the_link_and_changes_no_token(place: str) -> None:
+    """A bit of a prompt, of a first token or of nothing that can be read: no checksum of KV bytes would tell."""
+    faults = Faults(dice(6), {place: Rates.only("corrupt", 0.2)})
+    outcome = await run("shared_memory", faults, 100, abort_share=0)
+    assert outcome.clean, outcome
+    assert faults.by(0, 1)[(place, "corrupt")] > 5
