@@ -315,12 +315,19 @@ class Engine:
 
     def wake(self) -> None:
         """Undoes `sleep`. If the memory is not there any more the engine stays asleep: raises DoesNotFit, or what the
-        KV memory raises.
+        KV memory raises; RankError for one of several ranks, since others may be awake by then.
         """
-        if self.asleep:
-            with self._loaded.group.together(Wake()):
+        if not self.asleep:
+            return
+        group = self._loaded.group
+        try:
+            with group.together(Wake()):
                 self.take_memory()
-            self.asleep = False
+        except DoesNotFit as error:
+            if group.size > 1:
+                raise RankError(f"this rank cannot wake with the others: {error}") from error
+            raise
+        self.asleep = False
 
     def release_memory(self) -> None:
         """This rank's part of `sleep`. On CPU weights stay; on a device they go to the CPU, and graphs are dropped."""

@@ -10,7 +10,9 @@ import torch
 
 from engine.engine import Engine, EngineBusy, EngineConfig
 from engine.layers.decoder import Decoder
+from engine.memory import DoesNotFit
 from engine.offload import move_storages
+from engine.parallel.group import RankError
 from engine.request import BlockStored, CacheCleared, Request, SamplingParams
 from engine.weights.load import load_model
 
@@ -68,6 +70,21 @@ def test_caches_are_forgotten_and_told_so(engine: Engine) -> None:
     engine.add(Request(request_id="y", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=1)))
     assert [event for event in engine.step().events if isinstance(event, BlockStored)]
     assert engine.generation(0) >= generation  # an old reference is still told from a new one
+
+
+def test_one_of_several_ranks_that_finds_no_room_ends_them_all(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room() -> None:
+        raise DoesNotFit("the device has 1.0 GiB free")
+
+    engine.sleep()
+    several = engine._config.tensor_parallel > 1
+    with monkeypatch.context() as patch, pytest.raises(RankError if several else DoesNotFit, match=r"1\.0 GiB free"):
+        patch.setattr(engine, "take_memory", no_room)
+        engine.wake()
+    assert engine.asleep
+    if not several:
+        engine.wake()
+        assert len(ask(engine)[0]) == 20
 
 
 def test_a_sleeping_engine_refuses(engine: Engine) -> None:
