@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bench.cli import app as bench
+from services.kv import app as kv
 
 if TYPE_CHECKING:
     from services.running import RunningCluster
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(kv, name="kv")
 
 
 class Role(StrEnum):

@@ -213,8 +213,10 @@ class SharedMemorySender(SenderConnector):
             if self._generations[destination].tolist() != [ref.generation for ref in blocks]:
                 self.counters.refuse("generation")
                 raise ConnectorError("the receiver does not expect these blocks any more")
-            # Views, as the layer of a block is contiguous.
-            self._rows.view(source.dtype)[:, layer][destination] = source[:, layer].flatten(1)[list(source_blocks)]
+            # Views, as the layer of a block is contiguous: each row is copied once.
+            rows = source[:, layer].flatten(1).view(torch.uint8).numpy()
+            for source_block, block in zip(source_blocks, destination, strict=True):
+                self._rows[block, layer] = rows[source_block]
         finally:
             _unlock(self._descriptor, byte)
         num_bytes = len(blocks) * pool.layer_bytes
@@ -248,8 +250,8 @@ class SharedMemorySender(SenderConnector):
         self._generations: npt.NDArray[np.uint64] = np.frombuffer(
             self._mapping, dtype=np.uint64, count=pool.num_blocks, offset=_table_offset(pool_bytes)
         )
-        rows = torch.frombuffer(self._mapping, dtype=torch.uint8, count=pool_bytes)
-        self._rows = rows.view(pool.num_blocks, pool.num_layers, pool.layer_bytes)
+        rows: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8, count=pool_bytes)
+        self._rows = rows.reshape(pool.num_blocks, pool.num_layers, pool.layer_bytes)
 
 
 def reap_stale_segments() -> list[str]:

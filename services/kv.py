@@ -1,0 +1,127 @@
+"""`tandem kv`: how the KV cache moves between workers."""
+
+import shlex
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from kv_transfer.bench.measure import Result
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="How the KV cache moves between workers.",
+    rich_markup_mode="markdown",
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Makes `bench` a subcommand also while it is the only one."""
+
+
+class Connector(StrEnum):
+    """What carries the bytes."""
+
+    shared_memory = "shared_memory"
+    tcp = "tcp"
+    zmq = "zmq"
+
+
+class Layout(StrEnum):
+    """Which blocks of the pools are moved."""
+
+    contiguous = "contiguous"
+    scattered = "scattered"
+
+
+@app.command()
+def bench(
+    connector: Annotated[Connector | None, typer.Option(help="Only this one.  [default: all]")] = None,
+    size: Annotated[str, typer.Option(help="Bytes of a transfer, in whole blocks of 2 MiB; such as 64MiB.")] = "64MiB",
+    layout: Annotated[
+        Layout | None, typer.Option(help="Blocks side by side, or drawn from all over the pool.  [default: both]")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+) -> None:
+    """Measure how fast each connector moves KV from one process to another on this machine. Needs no cluster.
+
+    The second pair of GB/s and µs is the raw link's.
+
+    **GB/s** counts from the first push until the last byte is in its page, checksums included; medians of rounds.
+    Blocks are those of a model of 8 billion parameters: 32 layers of 64 KiB. A transfer pushes one layer of all blocks
+    after the other, as a prefill does.
+
+    **µs** is the same for one layer of one block.
+
+    **of limit** is the throughput as a share of the raw link's, which is measured in rounds that alternate with the
+    connector's: for shared memory a plain copy by one process into memory of the other; for TCP and ZMQ one socket over
+    loopback that carries the same bytes between two processes, unpacked, unchecked, from and to one buffer. More than
+    100 % is possible where several streams use several cores.
+
+    TCP runs with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without. A busy machine slows
+    connector and link alike; compare shares across runs, not GB/s.
+
+    Examples:
+
+      tandem kv bench
+
+      tandem kv bench --connector tcp --size 256MiB --layout scattered
+
+      tandem kv bench --json results.json
+    """
+    from services.config import ConfigError, parse_bytes
+
+    try:
+        num_bytes = parse_bytes(size)
+        from kv_transfer.bench.measure import run
+    except ModuleNotFoundError as error:
+        _fail(f"the benchmark needs {error.name}: pip install 'tandem-serve[worker]'")
+    except ConfigError as error:
+        _fail(str(error))
+    import msgspec
+
+    from kv_transfer.connectors.base import ConnectorError
+
+    def told(result: "Result") -> None:
+        print(f"{result.connector}, {result.layout}: {result.gb_per_s:.2f} GB/s", file=sys.stderr)
+
+    chosen = [connector.value] if connector else [each.value for each in Connector]
+    layouts = [layout.value] if layout else [each.value for each in Layout]
+    try:
+        report = run(chosen, num_bytes, layouts, shlex.join(["tandem", *sys.argv[1:]]), told)
+    except ConnectorError as error:
+        _fail(str(error))
+    _show(report.results)
+    if json:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def _fail(reason: str) -> NoReturn:
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _show(results: "list[Result]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    # The columns after "raw link" are the link's.
+    table = Table("connector", "layout", title=f"KV between two processes, {results[0].bytes >> 20} MiB a transfer")
+    for name in ("GB/s", "µs", "raw link", "GB/s", "µs", "of limit"):
+        table.add_column(name, justify="left" if name == "raw link" else "right")
+    for result in results:
+        table.add_row(
+            result.connector,
+            result.layout,
+            f"{result.gb_per_s:.2f}",
+            f"{result.latency_us:.0f}",
+            result.limit,
+            f"{result.limit_gb_per_s:.2f}",
+            f"{result.limit_latency_us:.0f}",
+            f"{result.fraction_of_limit:.0%}",
+        )
+    Console().print(table)
