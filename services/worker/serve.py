@@ -32,7 +32,7 @@ from kv_transfer.connectors.tcp import TcpReceiver
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from services.cluster_state import ClusterState
-from services.config import ConfigError, WorkerConfig, parse_bytes
+from services.config import ConfigError, WorkerConfig, is_loopback, parse_bytes
 from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
@@ -187,12 +187,13 @@ class Worker:
         if config.role == "decode":
             if self._segment is not None:
                 self._connectors.append(SharedMemoryReceiver(self._segment, pool))
-            self._connectors.append(
-                TcpReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, stream_key)
-            )
-            self._connectors.append(
-                ZmqReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, self._secure)
-            )
+            streams: list[ReceiverConnector] = [
+                TcpReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, stream_key),
+                ZmqReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, self._secure),
+            ]
+            if not is_loopback(config.bind):
+                streams.reverse()  # what leaves the machine is encrypted unless somebody says otherwise
+            self._connectors += streams
 
         def open_connector(kind: str, description: bytes) -> SenderConnector:
             if kind == "shared_memory":
