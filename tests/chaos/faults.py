@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 KINDS = ("delay", "cut", "half-open", "corrupt", "truncate", "duplicate", "reorder", "replay", "drop")
+HEAVY = ("cut", "half-open", "corrupt", "truncate")  # a stream that is damaged ends
 
 
 @dataclass(frozen=True)
@@ -15,14 +16,27 @@ class Rates:
     chances: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rate: float, heavy: float) -> "Rates":
+    def of(cls, rate: float, heavy: float, heavy_kinds: tuple[str, ...] = HEAVY) -> "Rates":
         """`rate` for faults that hit one unit, `heavy` for those that take a whole link down."""
-        return cls({kind: heavy if kind in ("cut", "half-open") else rate for kind in KINDS})
+        return cls({kind: heavy if kind in heavy_kinds else rate for kind in KINDS})
 
     @classmethod
     def only(cls, kind: str, rate: float = 1.0) -> "Rates":
         """One kind alone."""
         return cls({kind: rate})
+
+
+def everywhere() -> dict[str, Rates]:
+    """All kinds at all places. Steps that take no time otherwise are slowed down at times, so that faults meet them."""
+    control, waits = Rates.of(0.04, 0.006), Rates.only("delay", 0.2)
+    return {
+        "order": control,
+        "answer": control,
+        "bytes": Rates.of(0.03, 0.004, ("cut", "half-open")),
+        "push": Rates.of(0.02, 0.02),
+        "verify": waits,
+        "stop": waits,
+    }
 
 
 @dataclass
@@ -33,7 +47,7 @@ class Faults:
     """
 
     random: random.Random
-    rates: dict[str, Rates]  # by place: "order" (decode to prefill), "answer", "bytes", "push"
+    rates: dict[str, Rates]  # by place: "order" (decode to prefill), "answer", "bytes", "push", "verify", "stop"
     states: Callable[[str], tuple[str, str]] = lambda transfer_id: ("-", "-")
     happened: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
     passed: Counter[str] = field(default_factory=Counter)  # units that went through, by place

@@ -97,6 +97,9 @@ class FaultySender(SenderConnector):
 
     def stop(self, transfer_id: str) -> None:
         self._held.pop(transfer_id, None)
+        if self._faults.draw("stop"):
+            time.sleep(self._faults.random.choice((0.02, 0.3)))
+            self._count("delay", transfer_id, "stop")
         self._inner.stop(transfer_id)
 
     def close(self) -> None:
@@ -117,5 +120,5 @@ class FaultySender(SenderConnector):
             except ConnectorError:
                 pass  # refused, as it should be once the transfer is over
 
-    def _count(self, kind: str, transfer_id: str) -> None:
-        self._faults.count("push", kind, transfer_id)
+    def _count(self, kind: str, transfer_id: str, place: str = "push") -> None:
+        self._faults.count(place, kind, transfer_id)

@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,12 +16,14 @@ from chaos.control_proxy import ControlProxy
 from chaos.faults import Faults
 from chaos.faulty_sender import FaultySender
 from chaos.mock_engine import FINGERPRINT, MockEngine
-from chaos.stream_proxy import StreamProxy, zmtp_units
+from chaos.stream_proxy import StreamProxy, tcp_units, zmtp_units
 
 from engine.engine import StepOutput
-from kv_transfer.connectors import zmq_stream
+from kv_transfer.connectors import tcp_wire, zmq_stream
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
+from kv_transfer.connectors.tcp import TcpReceiver
+from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from kv_transfer.references import BlockRef
 from services.process import new_incarnation
@@ -30,12 +33,12 @@ from services.worker import receiving, sending
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.metrics import WorkerMetrics
-from services.worker.receiving import KvReceiver
+from services.worker.receiving import KvReceiver, Receiving
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
 from services.worker.token_publisher import TokenPublisher
 
-CONNECTORS = ("shared_memory", "zmq")
+CONNECTORS = ("shared_memory", "zmq", "tcp")
 LEASE_SECONDS = 0.8
 _TICK_SECONDS = 0.02
 _HOST = "127.0.0.1"
@@ -49,6 +52,7 @@ def short_waits() -> Iterator[None]:
         mock.patch.object(receiving, "_CONNECT_SECONDS", 1.0),
         mock.patch.object(receiving, "_LATE_BYTES_SECONDS", 0.5),
         mock.patch.object(zmq_stream, "_STUCK_SECONDS", 0.5),
+        mock.patch.object(tcp_wire, "STUCK_SECONDS", 0.5),
     ):
         yield
 
@@ -65,6 +69,7 @@ def without_checksums() -> Iterator[None]:
 
 
 OnCrash = Callable[[Exception], None]
+Verify = Callable[[Receiving, list[int]], Awaitable[None]]
 
 
 class Worker:
@@ -119,9 +124,12 @@ class Decode(Worker):
         self.connector: ReceiverConnector
         if self.segment is not None:
             self.connector = SharedMemoryReceiver(self.segment, self.pool)
+        elif connector == "zmq":
+            self.connector = ZmqReceiver(
+                self.engine.kv_cache.tensor, self.pool, self.engine.generation, _HOST, _insecure
+            )
         else:
-            tensor = self.engine.kv_cache.tensor
-            self.connector = ZmqReceiver(tensor, self.pool, self.engine.generation, _HOST, _insecure)
+            self.connector = TcpReceiver(self.engine.kv_cache.tensor, self.pool, self.engine.generation, _HOST, b"")
         self.receiver = KvReceiver(
             self.incarnation,
             "decode",
@@ -177,9 +185,10 @@ class Pair:
         self.decode = Decode(self.kind, self._crash)
         self.prefill = Prefill(self._open_connector, self._crash)
         self.control = ControlProxy(self.faults)
-        self.stream = StreamProxy(self.faults, zmtp_units)
+        self.stream = StreamProxy(self.faults, zmtp_units if self.kind == "zmq" else tcp_units)
         if not self._fenced:
             self.decode.connector.finish = lambda transfer_id: None  # type: ignore[method-assign]
+        self.decode.receiver._verify = partial(self._slowly, self.decode.receiver._verify)  # type: ignore[method-assign]
         await self._put_between()
         await self.decode.start()
         await self.prefill.start()
@@ -241,14 +250,24 @@ class Pair:
             self.decode.receiver.tick(loop.time())
             self.prefill.sender.tick(loop.time())
 
+    async def _slowly(self, verify: Verify, receiving: Receiving, checksums: list[int]) -> None:
+        """Verifies; at times so late that leases, repetitions, aborts and other faults come before."""
+        if self.faults.draw("verify"):
+            self.faults.count("verify", "delay", receiving.machine.transfer_id)
+            await asyncio.sleep(self.faults.random.choice((0.02, 0.2, LEASE_SECONDS)))
+        await verify(receiving, checksums)
+
     async def _put_between(self) -> None:
         """The stream proxy takes the place of the address in the connector's description."""
         if self.decode.segment is not None:
             return
         description = msgspec.msgpack.decode(self.decode.connector.describe())
-        host, _, port = description["address"].removeprefix("tcp://").rpartition(":")
-        await self.stream.start(host, int(port))
-        description["address"] = f"tcp://{_HOST}:{self.stream.port}"
+        if self.kind == "zmq":
+            await self.stream.start(_HOST, int(description["address"].rpartition(":")[2]))
+            description["address"] = f"tcp://{_HOST}:{self.stream.port}"
+        else:
+            await self.stream.start(_HOST, description["port"])
+            description["port"] = self.stream.port
         changed = msgspec.msgpack.encode(description)
         self.decode.connector.describe = lambda: changed  # type: ignore[method-assign]
 
@@ -261,7 +280,8 @@ class Pair:
             table = memory._generations
             present = None if self._fenced else lambda block: int(table[block])
             return FaultySender(memory, self.faults, self._flip, self._later, present)
-        return FaultySender(ZmqSender(description, layout, _insecure), self.faults, None, self._later, None)
+        inner = ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
+        return FaultySender(inner, self.faults, None, self._later, None)
 
     def _flip(self, blocks: Sequence[BlockRef], layer: int) -> None:
         dice, cache = self.faults.random, self.decode.engine.kv_cache

@@ -4,8 +4,11 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 from chaos.faults import Faults
 from chaos.flow import Cut, Flow
+
+from kv_transfer.connectors import tcp_wire
 
 Units = Callable[[asyncio.StreamReader], AsyncIterator[tuple[bytes, bool]]]  # (bytes, whether faults may hit them)
 _TRANSFER = re.compile(rb"q\d+/\d+")  # ids of the harness, wherever they stand
@@ -29,10 +32,15 @@ async def zmtp_units(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes,
         message = b""
 
 
-async def raw_units(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bool]]:
-    """Whatever comes at once."""
-    while data := await reader.read(1 << 14):
-        yield data, True
+async def tcp_units(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bool]]:
+    """Frames of the TCP connector; the two parts of the sender's greeting are left alone."""
+    for part in (48, 32):
+        yield await reader.readexactly(part), False
+    while True:
+        prefix = await reader.readexactly(tcp_wire.PREFIX_BYTES)
+        header = await reader.readexactly(int.from_bytes(prefix[:4], "little"))
+        payload = await reader.readexactly(msgspec.msgpack.decode(header, type=tcp_wire.Header).length)
+        yield prefix + header + payload, True
 
 
 class StreamProxy:
