@@ -39,6 +39,11 @@ def everywhere() -> dict[str, Rates]:
     }
 
 
+def dice(seed: int) -> random.Random:
+    """A generator for one run."""
+    return random.Random(seed)
+
+
 @dataclass
 class Faults:
     """Draws faults for units, and counts those that were carried out by place, kind and states of the transfer.

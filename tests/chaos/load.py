@@ -11,7 +11,7 @@ from chaos.mock_engine import reference
 from chaos.pair import Pair
 
 from engine.request import TokenBatch, TokenOutput
-from services.rpc import worker_pb2
+from services.rpc import router_pb2, worker_pb2
 from services.zmq_sockets import pull_socket
 
 DEADLINE_SECONDS = 20.0
@@ -92,8 +92,8 @@ class Load:
         more = self._random.randrange(1, 60)
         return self._random.choice(self._beginnings) + [self._random.randrange(1 << 20) for _ in range(more)]
 
-    async def submit(self, name: str, reply_to: str) -> Asked:
-        """Hands the decode worker a request."""
+    async def submit(self, name: str, reply_to: str, prefill: router_pb2.Endpoint | None = None) -> Asked:
+        """Hands the decode worker a request; `prefill` is another than the pair's."""
         prompt, max_tokens = self._prompt(), self._random.randrange(1, 9)
         asked = self._asked[name] = Asked(reference(prompt, max_tokens))
         await self._pair.worker.Submit(
@@ -104,7 +104,7 @@ class Load:
                 deadline_seconds=DEADLINE_SECONDS,
                 reply_to=reply_to,
                 gateway_incarnation="g" * 32,
-                prefill=self._pair.endpoint,
+                prefill=prefill or self._pair.endpoint,
                 worker_incarnation=self._pair.decode.incarnation,
             ),
             timeout=10,

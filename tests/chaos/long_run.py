@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 import structlog
-from chaos.faults import Faults, Rates, everywhere
+from chaos.faults import Faults, Rates, dice, everywhere
 from chaos.load import Load, Outcome
-from chaos.pair import CONNECTORS, Pair, dice, short_waits, without_checksums
+from chaos.pair import CONNECTORS, Pair, short_waits, without_checksums
 
 _ROUND = 500  # faults; then all is quiet and must be clean, and the next round has a new pair and seed
 
@@ -73,7 +73,7 @@ def page(faults: Faults, total: Outcome, by_connector: Counter[str], controls: d
     arguments = f' ARGS="{" ".join(sys.argv[1:])}"' if sys.argv[1:] else ""
     return f"""# KV transfers under faults
 
-`make chaos{arguments}` at commit {commit}: {seconds:.0f} s on a machine with {os.cpu_count()} cores that did other work, too.
+`make chaos{arguments}` at commit {commit}: {seconds:.0f} s on a busy machine with {os.cpu_count()} cores.
 
 Expected before the run: every request ends with exactly the tokens of a request alone, and no block, transfer or turn
 is left. A fault is counted when it has been carried out, with the states of both machines at that moment.

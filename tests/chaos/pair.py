@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -296,8 +295,3 @@ class Pair:
 
 def _insecure(socket: object, server: bool) -> None:
     """No keys."""
-
-
-def dice(seed: int) -> random.Random:
-    """A generator for one run."""
-    return random.Random(seed)

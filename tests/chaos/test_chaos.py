@@ -6,9 +6,12 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
-from chaos.faults import HEAVY, KINDS, Faults, Rates, everywhere
+from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.load import Load, Outcome
-from chaos.pair import CONNECTORS, Pair, dice, short_waits, without_checksums
+from chaos.pair import CONNECTORS, Pair, short_waits, without_checksums
+
+from services.rpc import router_pb2
+from services.worker import receiving
 
 
 @contextlib.asynccontextmanager
@@ -106,3 +109,23 @@ async def test_a_broken_link_heals_alone(connector: str, place: str, kind: str) 
                 break
             assert time.monotonic() < ends, "the link does not heal"
             await asyncio.sleep(0.1)
+
+
+async def test_a_peer_that_never_answers_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handshake that hangs holds up its own requests alone; these are computed here when it is given up."""
+    hole = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = hole.sockets[0].getsockname()[1]
+    async with hole, linked("shared_memory", Faults(dice(8), {})) as pair:
+        monkeypatch.setattr(receiving, "_CONNECT_SECONDS", 4.0)
+        load, silent = (
+            Load(pair, abort_share=0),
+            router_pb2.Endpoint(name="silent", incarnation="e" * 32, address=f"127.0.0.1:{port}"),
+        )
+        await load.submit("q1000", "tcp://127.0.0.1:1", silent)
+        await asyncio.gather(*(load.submit(f"q{number}", "tcp://127.0.0.1:1") for number in range(10)))
+        receiver = pair.decode.receiver
+        while set(pair.decode.service.admitted) != {"q1000/0"}:
+            assert "q1000/0" in receiver._starting, "the others waited for it"
+            await asyncio.sleep(0.01)
+        assert pair.decode.metrics.transfers.labels("committed")._value.get() == 10
+        assert not any((await load.settled()).values())
