@@ -114,13 +114,15 @@ class Worker:
         """Loads the model, sizes the pool and warms up, so that the first request is as fast as the next."""
         config = self._config
         if config.device != "cpu" and config.role != "aggregated":
-            raise ConfigError(f"device {config.device}: KV can be moved between CPU workers only; run it as aggregated")
+            raise ConfigError(
+                f"device {config.device}: KV can be moved between CPU workers only; run `tandem up --aggregated 1`"
+            )
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
         if config.tensor_parallel > 1 and config.role != "aggregated":
             raise ConfigError(
                 f"tensor_parallel {config.tensor_parallel}: KV that is spread over ranks cannot be moved between "
-                "workers; run it as aggregated"
+                "workers; run `tandem up --aggregated 1`"
             )
         if config.device == "cuda" and torch.cuda.device_count() < config.tensor_parallel:
             raise ConfigError(
@@ -163,6 +165,8 @@ class Worker:
             threads=config.threads,
             **({} if engine.memory is None else {"memory": str(engine.memory)}),
         )
+        if config.max_model_len > engine.max_model_len:
+            log.warning("max_model_len is less than asked for", max_model_len=engine.max_model_len)
         gc.collect()
         gc.freeze()
         return engine

@@ -114,8 +114,11 @@ class SleepService(worker_pb2_grpc.SleepServicer):
                     reason = str(error)
                     if not request.drain:
                         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}: give --drain to wait")
+                except Exception as error:  # half asleep
+                    self._on_crash(error)
+                    raise
             if time.monotonic() > deadline:
-                waited = f"after {request.timeout_seconds:.0f} s {reason}"
+                waited = f"after {request.timeout_seconds:g} s {reason}"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, waited)
             await asyncio.sleep(_POLL_SECONDS)
 

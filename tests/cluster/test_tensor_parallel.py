@@ -62,4 +62,4 @@ def test_ranks_do_not_move_kv(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="no event 'ready'"):
         start_cluster(tmp_path / "c", "--tensor-parallel", "2", model=str(tiny_model(tmp_path / "tiny")))
     log = (tmp_path / "c" / "up.log").read_text()
-    assert "KV that is spread over ranks cannot be moved between workers; run it as aggregated" in log
+    assert "KV that is spread over ranks cannot be moved between workers; run `tandem up --aggregated 1`" in log
