@@ -48,7 +48,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, sum(parts)]."""
-        return self._of_few_rows(x) if _is_few_rows(x) else self.format.multiply(self, x)
+        return self._of_few_rows(x) if _is_few_rows(x) else self._of_rows(x)
 
     def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
         """The product with the normed stream [M, in_features]."""
@@ -72,22 +72,22 @@ class Linear(nn.Module):
         kernel = matvec if _is_one_row(x) else few_rows
         return kernel(x, self.weight, self.bias, weight_scale=self.weight_scale, **fused)
 
+    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """By the format's own product."""
+        return self.format.multiply(self, x)
+
 
 class GatedLinear(Linear):
     """silu(x @ gate.T) * (x @ up.T); weight and bias hold gate, then up."""
 
     pieces = 2
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _of_few_rows(self, x: torch.Tensor, **fused: Any) -> torch.Tensor:
         """[M, in_features] to [M, parts[0]]."""
-        return self._of_few_rows(x, gated=True) if _is_few_rows(x) else self.format.multiply_gated(self, x)
+        return super()._of_few_rows(x, gated=True, **fused)
 
-    def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
-        """Of the normed stream [M, in_features]."""
-        if _is_one_row(stream) and stream.shape[1] <= _LONGEST_NORMED:
-            return self._of_few_rows(stream, norm=(norm.weight, norm.eps), gated=True)
-        y: torch.Tensor = self(norm(stream))
-        return y
+    def _of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        return self.format.multiply_gated(self, x)
 
 
 class WeightFormat:
