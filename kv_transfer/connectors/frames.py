@@ -1,8 +1,9 @@
-"""What connectors that send frames have in common: which rows a frame may go to, and how a refusal is told."""
+"""What connectors that send frames have in common: the books of transfers, which rows a frame may go to, refusals."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from kv_transfer.connectors.base import PoolDescription
+from kv_transfer.connectors.base import PoolDescription, ReceiverConnector, SenderIdentity
 from kv_transfer.references import BlockRef, check
 
 
@@ -31,3 +32,33 @@ def check_destination(
         raise Refused("range", f"layer {layer} of {len(blocks)} blocks")
     if num_bytes != len(blocks) * pool.layer_bytes:
         raise Refused("length", "the payload has another length than its blocks")
+
+
+@dataclass(slots=True, eq=False)
+class Expected:
+    """A transfer that may write its blocks, and what has become of it so far."""
+
+    blocks: frozenset[int]
+    landed: int = 0  # bytes
+    failure: str | None = None  # why a frame of it was refused or lost
+
+
+class FrameReceiver(ReceiverConnector):
+    """A receiver that writes each frame itself, so that it can shut a transfer out at once."""
+
+    _expected: Mapping[str, Expected]  # by transfer
+
+    def bytes_landed(self, transfer_id: str) -> int | None:
+        """Bytes of whole frames written so far."""
+        expected = self._expected.get(transfer_id)
+        return expected.landed if expected else 0
+
+    def failure(self, transfer_id: str) -> str | None:
+        """Why a frame of the transfer was refused or lost."""
+        expected = self._expected.get(transfer_id)
+        return expected.failure if expected else None
+
+    def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
+        """Always at once."""
+        self.finish(transfer_id)
+        return True

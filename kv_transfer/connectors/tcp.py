@@ -28,10 +28,8 @@ from kv_transfer.connectors.base import (
     ConnectorCounters,
     ConnectorError,
     PoolDescription,
-    ReceiverConnector,
-    SenderIdentity,
 )
-from kv_transfer.connectors.frames import Refused, check_destination
+from kv_transfer.connectors.frames import Expected, FrameReceiver, Refused, check_destination
 from kv_transfer.connectors.tcp_wire import (
     MAX_STREAMS,
     PREFIX_BYTES,
@@ -62,15 +60,12 @@ class TcpDescription(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class _Expected:
-    blocks: frozenset[int]
+class _Expected(Expected):
     next_sequence: dict[int, int] = field(default_factory=dict)  # by stream
-    landed: int = 0
-    failure: str | None = None
     closed: bool = False  # set once: not a byte may be written any more
 
 
-class TcpReceiver(ReceiverConnector):
+class TcpReceiver(FrameReceiver):
     """Listens on `host`; receives into `tensor` [num_blocks, L, page, heads, 2 * dim], which lies on CPU.
 
     `host` is an address that senders can reach. `generation` gives a block's present generation; any thread may ask.
@@ -107,21 +102,6 @@ class TcpReceiver(ReceiverConnector):
         self.finish(transfer_id)
         with self._lock:
             self._expected[transfer_id] = _Expected(frozenset(ref.block_id for ref in blocks))
-
-    def bytes_landed(self, transfer_id: str) -> int | None:
-        """Bytes of whole frames written so far."""
-        expected = self._expected.get(transfer_id)
-        return expected.landed if expected else 0
-
-    def failure(self, transfer_id: str) -> str | None:
-        """Why a frame of the transfer was refused or lost."""
-        expected = self._expected.get(transfer_id)
-        return expected.failure if expected else None
-
-    def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
-        """Always at once."""
-        self.finish(transfer_id)
-        return True
 
     def finish(self, transfer_id: str) -> None:
         """Writes no more of this transfer."""

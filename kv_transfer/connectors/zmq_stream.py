@@ -25,11 +25,9 @@ from kv_transfer.connectors.base import (
     ConnectorCounters,
     ConnectorError,
     PoolDescription,
-    ReceiverConnector,
     SenderConnector,
-    SenderIdentity,
 )
-from kv_transfer.connectors.frames import Refused, check_destination
+from kv_transfer.connectors.frames import Expected, FrameReceiver, Refused, check_destination
 from kv_transfer.references import BlockRef, StaleReference
 
 log = structlog.get_logger()
@@ -59,15 +57,12 @@ class _Description(msgspec.Struct, frozen=True):
     address: str
 
 
-@dataclass(slots=True)
-class _Expected:
-    blocks: frozenset[int]
+@dataclass(slots=True, eq=False)
+class _Expected(Expected):
     next_sequence: int = 0
-    landed: int = 0
-    failure: str | None = None
 
 
-class ZmqReceiver(ReceiverConnector):
+class ZmqReceiver(FrameReceiver):
     """Binds a PULL socket on `host`; writes what comes into `tensor` [num_blocks, L, page, heads, 2 * dim].
 
     `host` is an address that senders can reach. `generation` gives a block's present generation; any thread may ask.
@@ -103,21 +98,6 @@ class ZmqReceiver(ReceiverConnector):
         """Lets this transfer write these blocks."""
         with self._lock:
             self._expected[transfer_id] = _Expected(frozenset(ref.block_id for ref in blocks))
-
-    def bytes_landed(self, transfer_id: str) -> int | None:
-        """Bytes written so far."""
-        expected = self._expected.get(transfer_id)
-        return expected.landed if expected else 0
-
-    def failure(self, transfer_id: str) -> str | None:
-        """Why a message of the transfer was refused."""
-        expected = self._expected.get(transfer_id)
-        return expected.failure if expected else None
-
-    def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
-        """Always at once."""
-        self.finish(transfer_id)
-        return True
 
     def finish(self, transfer_id: str) -> None:
         """Writes no more of this transfer."""
