@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 import xxhash
+from frame_faults import BLOCKS, GENERATION, HEADER_FAULTS, LAYERS, REFS, ROW, D, L, ref
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +21,6 @@ from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.tcp_wire import Seal, greet_receiver
 from kv_transfer.references import BlockRef
 
-D, L, BLOCKS, LAYERS, ROW = "d" * 32, "layout", 4, 2, 256
-GENERATION = 3
-REFS = [BlockRef(D, 0, GENERATION), BlockRef(D, 2, GENERATION)]
 KEY = b"k" * 32
 SENDER = SenderIdentity("p" * 32, "", 0, 0)
 
@@ -108,10 +106,6 @@ def message(
     return encoded[: len(encoded) - without], (b"\x02" + data[1:] if damaged else data)
 
 
-def ref(block_id: int = 0, generation: int = GENERATION, incarnation: str = D) -> list[BlockRef]:
-    return [BlockRef(incarnation, block_id, generation)]
-
-
 @pytest.fixture(scope="module")
 def shared_wire() -> Iterator[Wire]:
     made = Wire()
@@ -134,34 +128,13 @@ def wire(shared_wire: Wire) -> Wire:
         ((b"\x91" * 100_000,), "malformed"),  # nested deeper than any stack
         ((b"\xdd\xff\xff\xff\xff",), "malformed"),  # says that 4 billion entries follow
         ((b"\x90" * (tcp_wire.MAX_HEADER + 1),), "malformed"),
-        (message(without=1), "malformed"),
-        (message(format=2), "malformed"),
-        (message(transfer_id=b"\xff\xfe"), "malformed"),
-        (message(checksum=-1, layer="x"), "malformed"),
         (message(stream=tcp_wire.MAX_STREAMS), "malformed"),
         (message(stream=-1), "malformed"),
         (message(length=-1), "malformed"),
         (message(length=BLOCKS * ROW + 1), "malformed"),
         (message(length=2**63), "malformed"),
         (message(b"", blocks=ref() * (tcp_wire.MAX_BLOCKS + 1)), "malformed"),
-        (message(transfer_id="other/0"), "unexpected"),
-        (message(transfer_id="r/1"), "unexpected"),
-        (message(sequence=-1), "repeated"),
-        (message(sequence=1), "lost"),
-        (message(layer=LAYERS), "range"),
-        (message(layer=-1), "range"),
-        (message(layer=2**63), "range"),
-        (message(blocks=[]), "range"),
-        (message(blocks=ref(-1)), "range"),
-        (message(blocks=ref(BLOCKS)), "range"),
-        (message(blocks=ref(2**64 - 1)), "range"),
-        (message(blocks=ref(generation=GENERATION - 1)), "generation"),
-        (message(blocks=ref(generation=2**64 - 1)), "generation"),
-        (message(blocks=ref(incarnation="e" * 32)), "incarnation"),
-        (message(blocks=ref(1)), "foreign"),
-        (message(b""), "length"),
-        (message(b"x" * (2 * ROW - 1)), "length"),
-        (message(b"x" * (2 * ROW + 1)), "length"),
+        *((message(**changes), kind) for changes, kind in HEADER_FAULTS),
     ],
     ids=str,
 )
