@@ -60,9 +60,9 @@ def _prepare_heads(
     first = tl.load(source).to(tl.float32)
     second = tl.load(source + HALF).to(tl.float32)
     if first_head >= HEADS + KV_HEADS:  # values: stored as they are
-        place = slot + (head - HEADS - KV_HEADS) * 2 * DIM + DIM + low
-        _store(place, first)
-        _store(place + HALF, second)
+        value_place = slot + (head - HEADS - KV_HEADS) * 2 * DIM + DIM + low
+        _store(value_place, first)
+        _store(value_place + HALF, second)
         return
     if NORM:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
@@ -76,13 +76,14 @@ def _prepare_heads(
     turned = first * c - second * s
     turned_second = second * c + first * s
     if first_head < HEADS:
-        place = q_out + (token * HEADS + head) * DIM + low
-        tl.store(place, turned.to(q_out.dtype.element_ty))
-        tl.store(place + HALF, turned_second.to(q_out.dtype.element_ty))
+        # A name of its own for each kind of place: the types of the pointers differ.
+        query_place = q_out + (token * HEADS + head) * DIM + low
+        tl.store(query_place, turned.to(q_out.dtype.element_ty))
+        tl.store(query_place + HALF, turned_second.to(q_out.dtype.element_ty))
     else:
-        place = slot + (head - HEADS) * 2 * DIM + low
-        _store(place, turned)
-        _store(place + HALF, turned_second)
+        key_place = slot + (head - HEADS) * 2 * DIM + low
+        _store(key_place, turned)
+        _store(key_place + HALF, turned_second)
 
 
 def prepare_heads(

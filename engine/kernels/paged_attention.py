@@ -301,14 +301,14 @@ def _prefill(
 
 def prefill_tile(dim: int) -> int:
     """Query tokens of a tile."""
-    return prefill_shape(dim)[0]
+    return 64 if dim > 128 else 128
 
 
-def prefill_shape(dim: int) -> tuple[int, int, int, int]:
-    """(query tokens and keys that a program holds at once, warps, stages)."""
-    if dim > 128:
-        return 64, 32, 8, 2
-    return (128, 128, 8, 3) if dim > 64 else (128, 64, 4, 3)
+def prefill_shape(dim: int, itemsize: int) -> tuple[int, int, int]:
+    """(keys that a program holds at once, warps, stages), for numbers of `itemsize` bytes: what fits shared memory."""
+    if dim * itemsize > 256:
+        return 32, 8, 2
+    return (128, 8, 3) if dim > 64 else (64, 4, 3)
 
 
 def decode_shape(dim: int) -> tuple[int, int, int]:
@@ -335,7 +335,7 @@ def paged_prefill(
     """
     heads, dim = q.shape[1:]
     page, kv_heads = cache.shape[1:3]
-    queries, keys, warps, stages = prefill_shape(dim)
+    keys, warps, stages = prefill_shape(dim, q.itemsize)
     _prefill[(heads, len(tiles))](
         q,
         cache,
@@ -351,7 +351,7 @@ def paged_prefill(
         kv_heads,
         dim,
         page,
-        queries,
+        prefill_tile(dim),
         keys,
         window,
         softcap,
