@@ -12,36 +12,38 @@ comes in before is part of it.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from engine.attention.base import Span
 from engine.attention.paged import PagedBackend
-from engine.decode_graphs import DecodeGraphs
 from engine.kernels.signal import signal
 from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Draw, Sampled, Sampler, best_tokens, draw_tokens, is_plain
 from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
+from engine.step_graphs import StepGraphs
 
 _POLL = 1e-4  # seconds
 _SAMPLED = -1  # in place of a token that only the device knows yet
-_NEARLY = 0.75  # of a step's layers: the rest takes longer than starting the next step does
+# Of a step's layers: the rest takes longer than starting the next step does.
+_NEARLY = {"decodes": 0.75, "prompts": 0.9}
 
 
 class DeviceProgress:
     """How many steps the device has nearly finished, of a model with so many layers."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
-        self._layer = int(_NEARLY * num_layers)
+        self._layers = {kind: int(part * num_layers) for kind, part in _NEARLY.items()}
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._view = self._seen.numpy()
 
-    def on_layer(self, layer: int) -> None:
-        """To be called after each layer of each step that counts."""
-        if layer == self._layer:
+    def on_layer(self, prompts: bool, layer: int) -> None:
+        """To be called after each layer of each step that counts, with or without prompts."""
+        if layer == self._layers["prompts" if prompts else "decodes"]:
             signal(self._counter, self._seen)
 
     def count(self) -> int:
@@ -78,7 +80,7 @@ class CudaRunner:
     """One model and one cache on one device."""
 
     def __init__(
-        self, model: Model, attention: PagedBackend, sampler: Sampler, graphs: DecodeGraphs, progress: DeviceProgress
+        self, model: Model, attention: PagedBackend, sampler: Sampler, graphs: StepGraphs, progress: DeviceProgress
     ) -> None:
         torch.cuda.synchronize()
         self._progress = progress
@@ -142,12 +144,12 @@ class CudaRunner:
             for i, entry in enumerate(entries)
             if entry.end >= len(entry.sequence.token_ids) and entry.sequence.request.sampling.max_tokens
         ]
+        last = np.cumsum([entry.num_tokens for entry in entries])[chosen] - 1
         if on_layer is None:
             self._started += 1
-            if len(chosen) == len(token_ids) <= self._graphs.largest:
-                return self._choose(entries, chosen, *self._graphs.run(spans, token_ids))
-        context = self._attention.plan(spans, on_layer or self._progress.on_layer)
-        last = np.cumsum([entry.num_tokens for entry in entries])[chosen] - 1
+            if (shape := self._graphs.shape_of(spans, len(chosen))) is not None:
+                return self._choose(entries, chosen, *self._graphs.run(shape, spans, token_ids, last.tolist()))
+        context = self._attention.plan(spans, on_layer or partial(self._progress.on_layer, True))
         sent = torch.from_numpy(np.concatenate((token_ids, last)).astype(np.int64)).pin_memory()
         tokens, picked = sent.to(self._attention.device, non_blocking=True).split_with_sizes(
             (len(token_ids), len(last))

@@ -67,7 +67,7 @@ def start(
             give_back()
             config = msgspec.structs.replace(config, num_blocks=memory.num_blocks(block_bytes, left))
             steps = steps[:1]
-        on_stage(f"CUDA graphs of decode steps of up to {config.max_running} sequences")
+        on_stage(f"CUDA graphs of steps of up to {config.max_running} sequences")
         engine = make(config)
         engine.memory = memory
         warm_up(engine, steps)

@@ -29,6 +29,7 @@ from engine.runner import Computation, Model, Runner, StepResult, wants_prompt_l
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
+from engine.step_shapes import step_shapes
 from engine.weights.read import Progress
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the processes of the other ranks."""
+        self._runner = self._computation = None  # graphs hold connections between ranks, whose end waits for theirs
         self._loaded.group.close()
 
     @property
@@ -206,13 +208,14 @@ class Engine:
             return Runner(model, backend, sampler)
         from engine.attention.paged import PagedBackend
         from engine.cuda_runner import CudaRunner, DeviceProgress
-        from engine.decode_graphs import DecodeGraphs
+        from engine.step_graphs import StepGraphs
 
         pages = -(-self.max_model_len // config.block_size)
         attention = PagedBackend(self.kv_cache, kind, 2 * config.max_running, pages)
         progress = DeviceProgress(self.kv_cache.spec.num_layers, attention.device)
         with torch.inference_mode():
-            graphs = DecodeGraphs(model, attention, config.max_running, self.vocab_size, progress.on_layer)
+            shapes = step_shapes(config.max_running, config.max_batched_tokens)
+            graphs = StepGraphs(model, attention, shapes, self.vocab_size, progress.on_layer)
         self._computation = Computation(model, attention, graphs)
         model, attention, graphs = loaded.group.lead(model, attention, graphs)
         return CudaRunner(model, attention, sampler, graphs, progress)

@@ -14,7 +14,7 @@ from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
 
 if TYPE_CHECKING:
-    from engine.decode_graphs import DecodeGraphs
+    from engine.step_graphs import StepGraphs
 
 _SCORED_ROWS = 256  # prompt rows whose logits are held at once
 
@@ -42,7 +42,7 @@ class Computation(NamedTuple):
 
     model: Model
     attention: AttentionBackend
-    graphs: "DecodeGraphs | None"
+    graphs: "StepGraphs | None"
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ blocks.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,15 @@ from engine.kv_cache import KVCache
 from engine.layers.rotary import Rotation
 
 IntArray = npt.NDArray[np.int32]
+
+
+class StepIndices(NamedTuple):
+    """Where the N tokens of a step are, int32."""
+
+    positions: IntArray  # [N]
+    table_rows: IntArray  # [N]
+    decodes: IntArray  # [B]: tokens that are alone of their sequence
+    tiles: IntArray  # [2 * T]: first token and number of tokens of each piece of a prompt chunk
 
 
 class BlockTables:
@@ -44,15 +55,15 @@ class BlockTables:
 
 
 class PagedContext(AttentionContext):
-    """One step. All tensors are int32 on the device; tokens with a table row of -1 are padding."""
+    """One step: `StepIndices` on the device. Tokens with a table row of -1 are padding, and tiles without tokens."""
 
     def __init__(
         self,
         backend: "PagedBackend",
         positions: torch.Tensor,  # [N]
-        table_rows: torch.Tensor,  # [N]
-        decodes: torch.Tensor,  # [B]: tokens that are alone of their sequence
-        tiles: torch.Tensor | None,  # [T, 2]: pieces of prompt chunks; None: there are none
+        table_rows: torch.Tensor,  # [N], or more for padded decodes
+        decodes: torch.Tensor,  # [B]
+        tiles: torch.Tensor | None,  # [T, 2]; None: there are no prompts
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.positions = positions
@@ -95,10 +106,15 @@ class PagedBackend(AttentionBackend):
         self.kind = kind
         self.device = cache.tensor.device
         self.tables = BlockTables(rows, pages, str(self.device))
-        self._tile = prefill_tile(cache.spec.head_dim)
+        self.tile = prefill_tile(cache.spec.head_dim)
 
     def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> PagedContext:
         """One transfer to the device for all of the step's index tensors."""
+        positions, table_rows, decodes, tiles = _together(self.indices(spans), self.device)
+        return PagedContext(self, positions, table_rows, decodes, tiles.view(-1, 2) if len(tiles) else None, on_layer)
+
+    def indices(self, spans: Sequence[Span]) -> StepIndices:
+        """Where the spans' tokens are; brings the block tables up to date."""
         rows = self.tables.rows_of([span.block_ids for span in spans])
         starts = np.array([span.start for span in spans], dtype=np.int32)
         lengths = np.array([span.length for span in spans], dtype=np.int32)
@@ -106,22 +122,28 @@ class PagedBackend(AttentionBackend):
         owner = np.repeat(np.arange(len(spans)), lengths)
         positions = (np.arange(len(owner)) - firsts[owner] + starts[owner]).astype(np.int32)
         tiles = [
-            (first + offset, min(self._tile, length - offset))
+            (first + offset, min(self.tile, length - offset))
             for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
             if length > 1
-            for offset in range(0, length, self._tile)
+            for offset in range(0, length, self.tile)
         ]
-        parts = [positions, rows[owner], firsts[lengths == 1], np.array(tiles, dtype=np.int32).reshape(-1)]
-        sent = _together(parts, self.device)
-        return PagedContext(self, sent[0], sent[1], sent[2], sent[3].view(-1, 2) if tiles else None, on_layer)
+        return StepIndices(positions, rows[owner], firsts[lengths == 1], np.array(tiles, dtype=np.int32).reshape(-1))
+
+
+def spaced(lengths: Sequence[int]) -> list[int]:
+    """Where arrays int32 of these lengths begin in one, and its length.
+
+    Each begins at a multiple of 16 bytes: for others kernels are compiled anew.
+    """
+    return [0, *accumulate(-(-length // 4) * 4 for length in lengths)]
 
 
 def _together(parts: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
-    """Sends arrays int32 in one transfer, each from a multiple of 16 bytes on: for others kernels are compiled anew."""
-    starts = np.cumsum([0, *(-(-len(part) // 4) * 4 for part in parts)])
-    pinned = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=True)
+    """Sends arrays in one transfer."""
+    starts = spaced([len(part) for part in parts])
+    pinned = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
     host = pinned.numpy()
-    for start, part in zip(starts.tolist(), parts, strict=False):
+    for start, part in zip(starts, parts, strict=False):
         host[start : start + len(part)] = part
     sent = pinned.to(device, non_blocking=True)
-    return [sent[start : start + len(part)] for start, part in zip(starts.tolist(), parts, strict=False)]
+    return [sent[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]

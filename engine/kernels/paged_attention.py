@@ -258,6 +258,8 @@ def _prefill(
     head = tl.program_id(0)
     row = tl.load(tiles + tile * 2).to(tl.int64)
     count = tl.load(tiles + tile * 2 + 1)
+    if count == 0:  # padding
+        return
     table_row = tl.load(table_rows + row)
     position = tl.load(positions + row)
     queries = tl.arange(0, QUERIES)
@@ -331,7 +333,7 @@ def paged_prefill(
     """Chunks of prompts against all keys up to each of their tokens, which are in the cache already.
 
     q, out, tables, table_rows, positions as in `paged_decode`; tiles int32 [T, 2]: first row of q and number of rows
-    (at most `prefill_tile`), which are neighbours in one sequence.
+    (at most `prefill_tile`; 0: padding, skipped), which are neighbours in one sequence.
     """
     heads, dim = q.shape[1:]
     page, kv_heads = cache.shape[1:3]

@@ -25,12 +25,12 @@ from engine.memory import DoesNotFit
 from engine.parallel.group import TensorParallelGroup
 from engine.parallel.messages import (
     Build,
-    Decode,
     Forward,
     Keep,
     Logits,
     Message,
     Plan,
+    Replay,
     Room,
     Sleep,
     SpanReader,
@@ -92,9 +92,13 @@ class Follower:
                 self._hidden_size = hidden.shape[1]
             case Logits(count):
                 self._loaded.model.logits(self._group.broadcast(self._like.new_empty((count, self._hidden_size))))
-            case Decode(spans, token_ids):
-                assert self._built.computation.graphs is not None
-                self._built.computation.graphs.run(self._lists.read(spans), token_ids)
+            case Replay(spans, token_ids, wanted):
+                graphs = self._built.computation.graphs
+                assert graphs is not None
+                self._spans = self._lists.read(spans)
+                shape = graphs.shape_of(self._spans, len(wanted))
+                assert shape is not None
+                graphs.run(shape, self._spans, token_ids, wanted)
             case Keep(count):
                 assert self._built.computation.graphs is not None
                 self._built.computation.graphs.keep(*self._receive(2, count))

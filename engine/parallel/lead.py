@@ -20,11 +20,12 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionContext, Span
 from engine.memory import DoesNotFit
 from engine.parallel.group import RankError, TensorParallelGroup
-from engine.parallel.messages import Decode, Forward, Keep, Logits, Message, Plan, SpanWriter, Start, framed
+from engine.parallel.messages import Forward, Keep, Logits, Message, Plan, Replay, SpanWriter, Start, framed
 from engine.runner import Model
 
 if TYPE_CHECKING:
-    from engine.decode_graphs import DecodeGraphs
+    from engine.step_graphs import StepGraphs
+    from engine.step_shapes import StepShape
 
 _DYING_SECONDS = 1.0  # a connection may break a moment before its process is gone
 
@@ -70,7 +71,7 @@ class LeadingGroup(TensorParallelGroup):
         return (
             cast(M, LedModel(cast(Model, model), leader)),
             cast(A, LedAttention(cast(AttentionBackend, attention), leader)),
-            cast(G, graphs and LedGraphs(cast("DecodeGraphs", graphs), leader)),
+            cast(G, graphs and LedGraphs(cast("StepGraphs", graphs), leader)),
         )
 
     @contextmanager
@@ -170,24 +171,29 @@ class LedAttention:
 
 
 class LedGraphs:
-    """Decode graphs that every rank has, with the collectives in them."""
+    """Graphs of steps that every rank has, with the collectives in them."""
 
-    def __init__(self, graphs: "DecodeGraphs", group: LeadingGroup) -> None:
+    def __init__(self, graphs: "StepGraphs", group: LeadingGroup) -> None:
         self._graphs = graphs
         self._group = group
-        self.largest = graphs.largest
+
+    def shape_of(self, spans: Sequence[Span], wanted: int) -> "StepShape | None":
+        """See `StepGraphs.shape_of`."""
+        return self._graphs.shape_of(spans, wanted)
 
     def known(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See `DecodeGraphs.known`."""
+        """See `StepGraphs.known`."""
         return self._graphs.known(token_ids, rows)
 
-    def run(self, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `DecodeGraphs.run`."""
-        with self._group.together(Decode(self._group.spans.write(spans), list(token_ids))):
-            return self._graphs.run(spans, token_ids)
+    def run(
+        self, shape: "StepShape", spans: Sequence[Span], token_ids: Sequence[int], wanted: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `StepGraphs.run`."""
+        with self._group.together(Replay(self._group.spans.write(spans), list(token_ids), list(wanted))):
+            return self._graphs.run(shape, spans, token_ids, wanted)
 
     def keep(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """See `DecodeGraphs.keep`. The tokens reach the other ranks on their devices, behind the step."""
+        """See `StepGraphs.keep`. The tokens reach the other ranks on their devices, behind the step."""
         with self._group.together(Keep(len(tokens))):
             self._group.broadcast(torch.stack((rows, tokens)))
             self._graphs.keep(rows, tokens)

@@ -71,20 +71,21 @@ class Logits(msgspec.Struct, tag=True):
     count: int
 
 
-class Decode(msgspec.Struct, tag=True):
-    """`run` of the decode graphs."""
+class Replay(msgspec.Struct, tag=True):
+    """`run` of the graphs."""
 
     spans: Spans
     token_ids: list[int]
+    wanted: list[int]
 
 
 class Keep(msgspec.Struct, tag=True):
-    """`keep` of the decode graphs; so many table rows and tokens follow."""
+    """`keep` of the graphs; so many table rows and tokens follow."""
 
     count: int
 
 
-Message = Start | Build | Room | Sleep | Wake | Plan | Forward | Logits | Decode | Keep
+Message = Start | Build | Room | Sleep | Wake | Plan | Forward | Logits | Replay | Keep
 
 
 class SpanWriter:

@@ -14,8 +14,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 # An engine a process: NCCL's connections, which CUDA graphs hold, end with it.
 PROGRAM = """
-import json, sys
+import faulthandler, json, sys
 from pathlib import Path
+faulthandler.dump_traceback_later(100, exit=True)  # ranks that wait for each other forever
 from engine.engine import Engine, EngineConfig
 from engine.request import Request, SamplingParams
 

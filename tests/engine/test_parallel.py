@@ -18,7 +18,7 @@ from engine.attention.table_rows import TableRows
 from engine.config import ModelError, read_config
 from engine.engine import Engine, EngineConfig
 from engine.parallel.group import ALONE, RankError, TensorParallelGroup, rank_config
-from engine.parallel.messages import Decode, Plan, SpanReader, SpanWriter, framed, messages
+from engine.parallel.messages import Plan, Replay, SpanReader, SpanWriter, framed, messages
 from engine.request import Request, SamplingParams
 from engine.weights.load import load_model
 
@@ -145,16 +145,16 @@ def test_ranks_keep_equal_block_tables() -> None:
                 lists[i] += [rng.randrange(1000) for _ in range(rng.randrange(3))]
         spans = [Span(lists[i], len(lists[i]) - 1, 1 + step % 3) for i in rng.sample(range(14), rng.randrange(1, 9))]
         sent = writer.write(spans)
-        pipe = io.BytesIO(framed(Decode(sent, [step]) if step % 2 else Plan(sent)))
+        pipe = io.BytesIO(framed(Replay(sent, [step], [0]) if step % 2 else Plan(sent)))
         (message,) = messages(pipe)
-        assert isinstance(message, Decode if step % 2 else Plan)
+        assert isinstance(message, Replay if step % 2 else Plan)
         received = reader.read(message.spans)
         assert received == spans
         assert theirs.rows_of([s.block_ids for s in received]) == ours.rows_of([s.block_ids for s in spans])
 
 
 def test_a_message_that_is_cut_off_is_none() -> None:
-    frame = framed(Decode(SpanWriter(2).write([Span([5], 0, 1)]), [1]))
+    frame = framed(Replay(SpanWriter(2).write([Span([5], 0, 1)]), [1], [0]))
     assert len(list(messages(io.BytesIO(frame + frame)))) == 2
     assert [len(list(messages(io.BytesIO(frame + frame[:cut])))) for cut in range(len(frame))] == [1] * len(frame)
 
