@@ -13,6 +13,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     """Decode to prefill: compute this prompt and write its KV into these blocks.
 
     `blocks[i]` is the destination of prompt block `skip_blocks + i`; the blocks before are cached at the receiver.
+    Bytes are taken from `connector`, until the writer asks for a switch.
     """
 
     transfer_id: str
@@ -21,6 +22,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     skip_blocks: int
     reply_to: str
     lease_seconds: float
+    connector: str = ""
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
@@ -40,6 +42,21 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """Decode to prefill: stop writing and say so."""
 
     transfer_id: str
+    reason: str
+
+
+class Switched(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill: the connector before is shut out, bytes are taken from that of this turn."""
+
+    transfer_id: str
+    turn: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """Decode to prefill: the bytes of this turn did not all arrive whole. Send them over another connector."""
+
+    transfer_id: str
+    turn: int
     reason: str
 
 
@@ -67,11 +84,24 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     layers: int
 
 
+class Switch(msgspec.Struct, frozen=True, tag=True):
+    """Prefill to decode: nothing is written any more as before; may all be written again over this connector?
+
+    Turns count the connectors of a transfer, from 0 for the one of the order.
+    """
+
+    transfer_id: str
+    turn: int
+    connector: str
+    reason: str
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: all is written; xxh3_64 of each block, in the order of `Order.blocks`."""
 
     transfer_id: str
     checksums: list[int]
+    turn: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -87,5 +117,5 @@ class AbortAck(msgspec.Struct, frozen=True, tag=True):
     transfer_id: str
 
 
-ToSender = Order | Renew | Commit | Abort
-ToReceiver = Accepted | FirstToken | Progress | Done | Failed | AbortAck
+ToSender = Order | Renew | Commit | Abort | Switched | Lost
+ToReceiver = Accepted | FirstToken | Progress | Switch | Done | Failed | AbortAck

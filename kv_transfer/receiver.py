@@ -5,6 +5,7 @@ destination blocks go back to their owner only when the writer has said that it 
 every wait ends by a deadline; any message may be late, doubled, reordered or lost.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,9 +18,12 @@ from kv_transfer.messages import (
     Done,
     Failed,
     FirstToken,
+    Lost,
     Order,
     Progress,
     Renew,
+    Switch,
+    Switched,
     ToReceiver,
     ToSender,
 )
@@ -71,29 +75,42 @@ class ReleaseBlocks:
     """The writer has stopped: blocks set aside by `Detach` are free."""
 
 
-Action = Send | Verify | Join | Recompute | Detach | ReleaseBlocks
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The connector so far is shut out: from now on bytes come over this one."""
+
+    connector: str
+
+
+Action = Send | Verify | Join | Recompute | Detach | ReleaseBlocks | Expect
 
 
 class ReceiverState(Enum):
     """Where the transfer stands."""
 
     ORDERED = "ordered"  # waits for the bytes
+    LOST = "lost"  # bytes were lost; waits for the writer to take another connector
+    FENCING = "fencing"  # the writer has another connector; waits until the one before is shut out
     VERIFYING = "verifying"
     ABORTING = "aborting"  # blocks are set aside until the writer has stopped
     CLOSED = "closed"
 
 
 class ReceiverTransfer:
-    """One transfer. Times are monotonic seconds."""
+    """One transfer. Times are monotonic seconds. `spare` are the connectors that it may go on over, each once."""
 
-    def __init__(self, order: Order, *, deadline: float) -> None:
+    def __init__(self, order: Order, *, deadline: float, spare: Iterable[str] = ()) -> None:
         self.order = order
+        self.turn = 0
+        self.connector = order.connector
+        self._spare = set(spare) - {order.connector}
         self.state = ReceiverState.ORDERED
         self.first_token: FirstToken | None = None
         self._deadline = deadline
         self._lease_ends = 0.0
         self._renew_at = 0.0
         self._resend_at = 0.0
+        self._lost: Lost | None = None
 
     @property
     def transfer_id(self) -> str:
@@ -112,7 +129,8 @@ class ReceiverTransfer:
             return []
         if self.state is ReceiverState.ABORTING:
             # Done also says that nothing is written any more; the abort stays in force.
-            return self._writer_stopped() if isinstance(message, AbortAck | Failed | Done) else []
+            stopped = message.turn == self.turn if isinstance(message, Done) else isinstance(message, AbortAck | Failed)
+            return self._writer_stopped() if stopped else []
         if self.state is ReceiverState.VERIFYING and not isinstance(message, FirstToken):
             return []  # the writer is done; what counts now are the bytes
         match message:
@@ -121,7 +139,9 @@ class ReceiverTransfer:
             case FirstToken():
                 self._lease_ends = now + self.order.lease_seconds
                 self.first_token = self.first_token or message
-            case Done():
+            case Switch():
+                return self._on_switch(message, now)
+            case Done() if self.state is ReceiverState.ORDERED and message.turn == self.turn:
                 self.state = ReceiverState.VERIFYING
                 return [Verify(message.checksums)]
             case Failed():
@@ -135,6 +155,8 @@ class ReceiverTransfer:
         """The checksums were compared. The writer is done either way, so the blocks are safe."""
         if self.state is not ReceiverState.VERIFYING:
             return []
+        if not ok and self._spare:
+            return self._tell_lost("checksum mismatch", now)
         if not ok:
             return [Send(Abort(self.transfer_id, "checksum mismatch")), *self._close(Recompute("checksum mismatch"))]
         if self.first_token is None:
@@ -142,6 +164,10 @@ class ReceiverTransfer:
             return [Send(Commit(self.transfer_id)), *self._close(Recompute("no first token"))]
         first = self.first_token
         return [Send(Commit(self.transfer_id)), *self._close(Join(first.token_id, first.logprob, first.cached_tokens))]
+
+    def lost(self, reason: str, now: float) -> list[Action]:
+        """Bytes did not arrive, or not whole. Without another connector this shows when they are verified."""
+        return self._tell_lost(reason, now) if self.state is ReceiverState.ORDERED and self._spare else []
 
     def abort(self, reason: str, now: float) -> list[Action]:
         """The request is not wanted any more."""
@@ -153,25 +179,55 @@ class ReceiverTransfer:
             return []
         return self._give_up("the prefill worker is lost", now, recompute=True)
 
-    def on_fenced(self) -> list[Action]:
-        """The writer cannot reach the blocks any more."""
+    @property
+    def to_be_fenced(self) -> bool:
+        """Whether the transfer's present connector is to be shut out, and `on_fenced` called when it is."""
+        return self.state in (ReceiverState.ABORTING, ReceiverState.FENCING)
+
+    def on_fenced(self, now: float) -> list[Action]:
+        """The writer cannot reach the blocks over the connector so far any more."""
+        if self.state is ReceiverState.FENCING:
+            self.state = ReceiverState.ORDERED
+            self._lease_ends = now + self.order.lease_seconds
+            return [Expect(self.connector), Send(Switched(self.transfer_id, self.turn))]
         return self._writer_stopped() if self.state is ReceiverState.ABORTING else []
 
     def on_tick(self, now: float) -> list[Action]:
         """Renews the writer's lease, repeats an unanswered abort, gives up when the lease or the deadline is over."""
         match self.state:
-            case ReceiverState.ORDERED | ReceiverState.VERIFYING:
+            case ReceiverState.ORDERED | ReceiverState.LOST | ReceiverState.FENCING | ReceiverState.VERIFYING:
                 if now >= self._deadline:
                     return self._give_up("deadline exceeded", now, recompute=True)
-                if self.state is ReceiverState.ORDERED and now >= self._lease_ends:
+                if self.state is not ReceiverState.VERIFYING and now >= self._lease_ends:
                     return self._give_up("the prefill worker makes no progress", now, recompute=True)
                 if now >= self._renew_at:
                     self._renew_at = now + self.order.lease_seconds / 3
-                    return [Send(Renew(self.transfer_id, self.order.lease_seconds))]
+                    renewal: list[Action] = [Send(Renew(self.transfer_id, self.order.lease_seconds))]
+                    return renewal + ([Send(self._lost)] if self._lost and self.state is ReceiverState.LOST else [])
             case ReceiverState.ABORTING if now >= self._resend_at:
                 self._resend_at = now + self.order.lease_seconds / 3
                 return [Send(Abort(self.transfer_id, "repeated"))]
         return []
+
+    def _on_switch(self, message: Switch, now: float) -> list[Action]:
+        self._lease_ends = now + self.order.lease_seconds
+        if message.turn == self.turn and self.state is ReceiverState.ORDERED and self.turn:
+            return [Send(Switched(self.transfer_id, self.turn))]  # the answer was lost
+        if message.turn != self.turn + 1 or self.state is ReceiverState.FENCING:
+            return []  # a late one
+        if message.connector not in self._spare:
+            reason = f"{message.reason}; {message.connector!r} is not, or no longer, offered to this transfer"
+            return self._give_up(reason, now, recompute=True)
+        self._spare.remove(message.connector)
+        self.turn, self.connector = message.turn, message.connector
+        self.state = ReceiverState.FENCING
+        return []
+
+    def _tell_lost(self, reason: str, now: float) -> list[Action]:
+        self.state = ReceiverState.LOST
+        self._lease_ends = now + self.order.lease_seconds
+        self._lost = Lost(self.transfer_id, self.turn, reason)
+        return [Send(self._lost)]
 
     def _give_up(self, reason: str, now: float, *, recompute: bool) -> list[Action]:
         if self.state in (ReceiverState.ABORTING, ReceiverState.CLOSED):

@@ -17,9 +17,12 @@ from kv_transfer.messages import (
     Done,
     Failed,
     FirstToken,
+    Lost,
     Order,
     Progress,
     Renew,
+    Switch,
+    Switched,
     ToReceiver,
     ToSender,
 )
@@ -47,13 +50,26 @@ class Release:
     """The source blocks are free."""
 
 
-SenderAction = Reply | StartPrefill | StopPushing | Release
+@dataclass(frozen=True, slots=True)
+class GiveUpConnector:
+    """Bytes were lost: stop pushing over this connector, then call `switch`, or `failed` if there is no other."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushAgain:
+    """Push everything over the connector of the last `switch`."""
+
+
+SenderAction = Reply | StartPrefill | StopPushing | Release | GiveUpConnector | PushAgain
 
 
 class SenderState(Enum):
     """Where the transfer stands."""
 
     COMPUTING = "computing"
+    SWITCHING = "switching"  # the same, but nothing is pushed until the receiver has shut out the connector before
     PUSHED = "pushed"  # all bytes are out; waits for the receiver's word
     STOPPING = "stopping"  # waits until no write is under way
     CLOSED = "closed"
@@ -68,6 +84,8 @@ class SenderTransfer:
     def __init__(self, order: Order, now: float) -> None:
         self.order = order
         self.state = SenderState.COMPUTING
+        self.turn = 0
+        self._switch: Switch | None = None
         self._lease_ends = now
         self._extend(order.lease_seconds, now)
         self._done: Done | None = None
@@ -91,11 +109,16 @@ class SenderTransfer:
                 return [Reply(Accepted(self.transfer_id, self.order.lease_seconds))]  # a duplicate
             case Renew():
                 self._extend(message.lease_seconds, now)
-                if self.state is SenderState.COMPUTING:
+                if self.state in (SenderState.COMPUTING, SenderState.SWITCHING):
                     # Long prompts and queues are no reason to give up: the order is still wanted and still here.
                     return [Reply(Accepted(self.transfer_id, message.lease_seconds))]
             case Commit() if self.state is SenderState.PUSHED:
                 return self._close(Release())
+            case Switched() if self.state is SenderState.SWITCHING and message.turn == self.turn:
+                self.state = SenderState.COMPUTING
+                return [PushAgain()]
+            case Lost() if self.state in (SenderState.COMPUTING, SenderState.PUSHED) and message.turn == self.turn:
+                return [GiveUpConnector(message.reason)]
             case Abort():
                 if self.state is SenderState.CLOSED:
                     return [Reply(AbortAck(self.transfer_id))]
@@ -104,7 +127,7 @@ class SenderTransfer:
 
     def first_token(self, token_id: int, logprob: TokenLogprob | None, cached_tokens: int) -> list[SenderAction]:
         """The prompt is computed and the first token sampled."""
-        if self.state is not SenderState.COMPUTING:
+        if self.state not in (SenderState.COMPUTING, SenderState.SWITCHING):
             return []
         self._first = FirstToken(self.transfer_id, token_id, logprob, cached_tokens)
         return [Reply(self._first)]
@@ -120,13 +143,23 @@ class SenderTransfer:
         if self.state is not SenderState.COMPUTING:
             return []
         self.state = SenderState.PUSHED
-        self._done = Done(self.transfer_id, checksums)
+        self._done = Done(self.transfer_id, checksums, self.turn)
         self._resend_at = now + self.order.lease_seconds / 3
         return [Reply(self._done)]
 
+    def switch(self, connector: str, reason: str, now: float) -> list[SenderAction]:
+        """Nothing is written any more over the connector so far: asks to go on over this one."""
+        if self.state not in (SenderState.COMPUTING, SenderState.PUSHED):
+            return []
+        self.state = SenderState.SWITCHING
+        self.turn += 1
+        self._switch = Switch(self.transfer_id, self.turn, connector, reason)
+        self._resend_at = now + self.order.lease_seconds / 3
+        return [Reply(self._switch)]
+
     def failed(self, reason: str) -> list[SenderAction]:
         """The prompt could not be computed or pushed."""
-        return self._stop(Failed(self.transfer_id, reason)) if self.state is SenderState.COMPUTING else []
+        return self._stop(Failed(self.transfer_id, reason))
 
     def stopped(self) -> list[SenderAction]:
         """No write is under way and none will follow."""
@@ -140,14 +173,17 @@ class SenderTransfer:
         return self._stop(None)
 
     def on_tick(self, now: float) -> list[SenderAction]:
-        """Repeats an unanswered Done; gives up when the receiver's lease is over."""
-        if self.state not in (SenderState.COMPUTING, SenderState.PUSHED):
+        """Repeats an unanswered Done or Switch; gives up when the receiver's lease is over."""
+        if self.state in (SenderState.STOPPING, SenderState.CLOSED):
             return []
         if now >= self._lease_ends:
             return self._stop(None)
         if self.state is SenderState.PUSHED and now >= self._resend_at:
             self._resend_at = now + self.order.lease_seconds / 3
             return [Reply(message) for message in (self._first, self._done) if message is not None]
+        if self.state is SenderState.SWITCHING and now >= self._resend_at and self._switch is not None:
+            self._resend_at = now + self.order.lease_seconds / 3
+            return [Reply(self._switch)]
         return []
 
     def _extend(self, lease_seconds: float, now: float) -> None:

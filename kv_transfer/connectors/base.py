@@ -17,6 +17,10 @@ class ConnectorError(Exception):
     """The bytes cannot be moved this way; says why and what to do."""
 
 
+class PushRefused(ConnectorError):
+    """The receiver does not take the bytes of this transfer, whatever brings them."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a kind of connector can do."""
@@ -73,7 +77,7 @@ class PoolDescription(msgspec.Struct, frozen=True):
             or len(blocks) != len(source_blocks)
             or not all(0 <= block < num_blocks for block in source_blocks)
         ):
-            raise ConnectorError(
+            raise PushRefused(
                 f"layer {layer} of blocks {list(source_blocks)} of a cache {list(source.shape)} does not fit "
                 f"{len(blocks)} blocks of {self.num_layers} layers of {self.layer_bytes} bytes"
             )

@@ -29,6 +29,7 @@ from kv_transfer.connectors.base import (
     ConnectorCounters,
     ConnectorError,
     PoolDescription,
+    PushRefused,
     ReceiverConnector,
     SenderConnector,
     SenderIdentity,
@@ -203,16 +204,20 @@ class SharedMemorySender(SenderConnector):
         for ref in blocks:
             if ref.incarnation != pool.incarnation or not 0 <= ref.block_id < pool.num_blocks:
                 self.counters.refuse("range" if ref.incarnation == pool.incarnation else "incarnation")
-                raise ConnectorError(f"block {ref.block_id} is not in the receiver's pool")
+                raise PushRefused(f"block {ref.block_id} is not in the receiver's pool")
         destination = [ref.block_id for ref in blocks]
         byte = _transfer_byte(transfer_id)
-        if not _try_lock(self._descriptor, byte):
+        try:
+            locked = _try_lock(self._descriptor, byte)
+        except OSError as error:
+            raise ConnectorError(f"the receiver's shared memory cannot be used any more: {error}") from error
+        if not locked:
             self.counters.refuse("fenced")
-            raise ConnectorError("the receiver is shutting this transfer out")
+            raise PushRefused("the receiver is shutting this transfer out")
         try:
             if self._generations[destination].tolist() != [ref.generation for ref in blocks]:
                 self.counters.refuse("generation")
-                raise ConnectorError("the receiver does not expect these blocks any more")
+                raise PushRefused("the receiver does not expect these blocks any more")
             # Views, as the layer of a block is contiguous: each row is copied once.
             rows = source[:, layer].flatten(1).view(torch.uint8).numpy()
             for source_block, block in zip(source_blocks, destination, strict=True):

@@ -8,13 +8,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReceiverFrame(_message.Message):
-    __slots__ = ("transfer_id", "hello", "order", "renew", "commit", "abort", "checksum")
+    __slots__ = ("transfer_id", "hello", "order", "renew", "commit", "abort", "switched", "lost", "checksum")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    SWITCHED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     hello: ReceiverHello
@@ -22,11 +24,13 @@ class ReceiverFrame(_message.Message):
     renew: Renew
     commit: Commit
     abort: Abort
+    switched: Switched
+    lost: Lost
     checksum: int
-    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., switched: _Optional[_Union[Switched, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class SenderFrame(_message.Message):
-    __slots__ = ("transfer_id", "hello", "accepted", "first_token", "progress", "done", "failed", "abort_ack", "checksum")
+    __slots__ = ("transfer_id", "hello", "accepted", "first_token", "progress", "done", "failed", "abort_ack", "switch", "checksum")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +39,7 @@ class SenderFrame(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ABORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     hello: SenderHello
@@ -44,8 +49,9 @@ class SenderFrame(_message.Message):
     done: Done
     failed: Failed
     abort_ack: AbortAck
+    switch: Switch
     checksum: int
-    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., abort_ack: _Optional[_Union[AbortAck, _Mapping]] = ..., switch: _Optional[_Union[Switch, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class ConnectorOffer(_message.Message):
     __slots__ = ("kind", "description")
@@ -98,7 +104,7 @@ class BlockReference(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., content_hash: _Optional[bytes] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds", "connector")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +117,7 @@ class Order(_message.Message):
     SKIP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -123,7 +130,8 @@ class Order(_message.Message):
     skip_blocks: int
     blocks: _containers.RepeatedCompositeFieldContainer[BlockReference]
     lease_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockReference, _Mapping]]] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    connector: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockReference, _Mapping]]] = ..., lease_seconds: _Optional[float] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("lease_seconds",)
@@ -176,10 +184,12 @@ class Progress(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("checksums",)
+    __slots__ = ("checksums", "turn")
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+    turn: int
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason",)
@@ -190,3 +200,27 @@ class Failed(_message.Message):
 class AbortAck(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Switch(_message.Message):
+    __slots__ = ("turn", "connector", "reason")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    connector: str
+    reason: str
+    def __init__(self, turn: _Optional[int] = ..., connector: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Switched(_message.Message):
+    __slots__ = ("turn",)
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    def __init__(self, turn: _Optional[int] = ...) -> None: ...
+
+class Lost(_message.Message):
+    __slots__ = ("turn", "reason")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    reason: str
+    def __init__(self, turn: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

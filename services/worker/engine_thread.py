@@ -20,15 +20,13 @@ _STOP = object()
 class EngineThread:
     """Runs `engine` until `stop`.
 
-    After each step `after_step` runs on this thread, if set, and `on_step` on the event loop; `on_crash` runs there if
-    the loop itself fails.
+    After each step `on_step` runs on the event loop; `on_crash` runs there if the thread's loop itself fails.
     """
 
     def __init__(
         self, engine: Engine, on_step: Callable[[StepOutput], None], on_crash: Callable[[Exception], None]
     ) -> None:
         self.engine = engine
-        self.after_step: Callable[[StepOutput], None] | None = None
         self._on_step = on_step
         self._on_crash = on_crash
         self._calls: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -81,8 +79,6 @@ class EngineThread:
                     if self._failed_call is not None:
                         raise self._failed_call
                     self.last_progress = time.monotonic()
-                    if self.after_step is not None:
-                        self.after_step(output)
                     self._loop.call_soon_threadsafe(self._on_step, output)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._on_crash, error)

@@ -37,6 +37,12 @@ class WorkerMetrics:
             buckets=_SECONDS,
         )
         self.transfers = Counter("tandem_kv_transfers", "KV transfers by outcome", ["outcome"], registry=registry)
+        self.connector_fallbacks = Counter(
+            "tandem_kv_connector_fallbacks",
+            "KV transfers that went on over another connector, as theirs failed",
+            ["failed", "next"],
+            registry=registry,
+        )
         self.blocks = Gauge("tandem_kv_blocks", "KV blocks by state", ["state"], registry=registry)
         self.orphaned = Gauge(
             "tandem_kv_blocks_orphaned", "KV blocks held for no request and no transfer", registry=registry

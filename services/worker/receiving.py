@@ -20,7 +20,7 @@ import xxhash
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
-from kv_transfer.messages import Order, ToSender
+from kv_transfer.messages import Order, Switch, ToSender
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
 from services.rpc_server import make_channel
@@ -48,7 +48,7 @@ class Link:
     peer: router_pb2.Endpoint
     channel: grpc.aio.Channel
     call: grpc.aio.StreamStreamCall[transfer_pb2.ReceiverFrame, transfer_pb2.SenderFrame]
-    connector: ReceiverConnector
+    connector: str  # kind of the one that new transfers begin with
     sender: SenderIdentity
     outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None]  # None ends the stream
     transfers: dict[str, Receiving] = field(default_factory=dict)
@@ -61,6 +61,7 @@ class Receiving:
 
     machine: rx.ReceiverTransfer
     link: Link
+    connector: ReceiverConnector  # the one that may write
     blocks: list[BlockRef]
     started: float
     first_token_at: float | None = None
@@ -86,7 +87,7 @@ class KvReceiver:
         self._fingerprint = fingerprint
         self._layout = layout
         self._engine = engine
-        self._connectors = connectors
+        self._connectors = {connector.capabilities.kind: connector for connector in connectors}  # best first
         self._key = key
         self._metrics = metrics
         self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
@@ -123,8 +124,9 @@ class KvReceiver:
         for receiving in list(self._transfers.values()):
             machine = receiving.machine
             self._carry_out(receiving, machine.on_tick(now))
-            if machine.state is rx.ReceiverState.ABORTING and self._fenced(receiving):
-                self._carry_out(receiving, machine.on_fenced())
+            if failure := receiving.connector.failure(machine.transfer_id):
+                self._carry_out(receiving, machine.lost(failure, now))
+            self._fence(receiving)
 
     @property
     def quarantined_blocks(self) -> list[int]:
@@ -171,10 +173,13 @@ class KvReceiver:
             skip_blocks=reservation.num_cached_blocks,
             reply_to=reply_to,
             lease_seconds=_LEASE_SECONDS,
+            connector=link.connector,
         )
         now = time.monotonic()
-        receiving = Receiving(rx.ReceiverTransfer(order, deadline=request.deadline), link, blocks, now)
-        link.connector.expect(key, blocks)
+        machine = rx.ReceiverTransfer(order, deadline=request.deadline, spare=self._connectors)
+        connector = self._connectors[link.connector]
+        receiving = Receiving(machine, link, connector, blocks, now)
+        connector.expect(key, blocks)
         # From here an abort must find the transfer, not a start that could be called off: the writer is about to write.
         del self._starting[key]
         self._transfers[key] = link.transfers[key] = receiving
@@ -208,7 +213,7 @@ class KvReceiver:
             layout=self._layout,
             offers=[
                 transfer_pb2.ConnectorOffer(kind=connector.capabilities.kind, description=connector.describe())
-                for connector in self._connectors
+                for connector in self._connectors.values()
             ],
         )
         outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
@@ -227,10 +232,11 @@ class KvReceiver:
             raise LinkLost(f"{peer.name} closed the stream in the handshake")
         if answered.incarnation != peer.incarnation:
             raise LinkLost(f"{peer.name} was restarted")
-        connector = next(c for c in self._connectors if c.capabilities.kind == answered.connector)
+        if answered.connector not in self._connectors:
+            raise LinkLost(f"{peer.name} chose the connector {answered.connector!r}, which was not offered")
         sender = SenderIdentity(peer.incarnation, answered.boot_id, answered.pid, answered.start_ticks)
         log.info("linked", peer=peer.name, connector=answered.connector, reason=answered.reason)
-        return Link(peer, channel, call, connector, sender, outbox)
+        return Link(peer, channel, call, answered.connector, sender, outbox)
 
     async def _read(self, link: Link) -> None:
         reason = "the stream ended"
@@ -249,8 +255,7 @@ class KvReceiver:
         now = time.monotonic()
         for receiving in list(link.transfers.values()):
             self._carry_out(receiving, receiving.machine.on_peer_lost(now))
-            if receiving.machine.state is rx.ReceiverState.ABORTING and self._fenced(receiving):
-                self._carry_out(receiving, receiving.machine.on_fenced())
+            self._fence(receiving)
         await link.channel.close()
 
     def _on_frame(self, link: Link, frame: transfer_pb2.SenderFrame) -> None:
@@ -266,6 +271,9 @@ class KvReceiver:
         if receiving.machine.first_token is not None and receiving.first_token_at is None:
             receiving.first_token_at = time.monotonic()
         self._carry_out(receiving, actions)
+        if isinstance(message, Switch):
+            log.info("KV comes over another connector", request=message.transfer_id, reason=message.reason)
+            self._fence(receiving)
 
     def _send(self, link: Link, message: ToSender) -> None:
         link.outbox.put_nowait(to_receiver_frame(message, time.monotonic()))
@@ -277,7 +285,7 @@ class KvReceiver:
         key = receiving.machine.transfer_id
         closed = receiving.machine.state is rx.ReceiverState.CLOSED and key in self._transfers
         if closed:
-            receiving.link.connector.finish(key)  # before the blocks are handed to anybody else
+            receiving.connector.finish(key)  # before the blocks are handed to anybody else
         for action in actions:
             match action:
                 case rx.Send(message):
@@ -297,6 +305,10 @@ class KvReceiver:
                         self._metrics.transfers.labels("recomputed").inc()
                     receiving.quarantine = [ref.block_id for ref in receiving.blocks]
                     self._engine.post(partial(engine.detach, key, then_wait=recompute))
+                case rx.Expect(kind):
+                    receiving.connector = self._connectors[kind]
+                    receiving.connector.expect(key, receiving.blocks)
+                    receiving.link.connector = kind
                 case rx.ReleaseBlocks():
                     blocks, receiving.quarantine = receiving.quarantine, []
                     self._engine.post(partial(engine.release_blocks, blocks))
@@ -304,14 +316,17 @@ class KvReceiver:
             del self._transfers[key]
             receiving.link.transfers.pop(key, None)
 
-    def _fenced(self, receiving: Receiving) -> bool:
-        return receiving.link.connector.fence(receiving.machine.transfer_id, receiving.link.sender)
+    def _fence(self, receiving: Receiving) -> None:
+        """Shuts out the writer where the machine asks for it."""
+        machine = receiving.machine
+        if machine.to_be_fenced and receiving.connector.fence(machine.transfer_id, receiving.link.sender):
+            self._carry_out(receiving, machine.on_fenced(time.monotonic()))
 
     def _committed(self, receiving: Receiving) -> None:
         now = time.monotonic()
         self._metrics.transfers.labels("committed").inc()
         num_bytes = len(receiving.blocks) * self._engine.engine.kv_cache.spec.block_bytes
-        self._metrics.transfer_bytes.labels(receiving.link.connector.capabilities.kind).inc(num_bytes)
+        self._metrics.transfer_bytes.labels(receiving.connector.capabilities.kind).inc(num_bytes)
         order = receiving.machine.order
         skipped = order.skip_blocks * self._engine.engine.kv_cache.spec.block_size
         self._metrics.prompt_tokens.labels("transferred").inc(len(order.request.prompt_token_ids) - skipped)
@@ -332,7 +347,7 @@ class KvReceiver:
 
         deadline = time.monotonic() + _LATE_BYTES_SECONDS
         ok = await asyncio.to_thread(matches)
-        connector = receiving.link.connector
+        connector = receiving.connector
         while not ok and not connector.capabilities.one_sided and time.monotonic() < deadline:
             if connector.failure(receiving.machine.transfer_id) is not None:
                 break

@@ -1,14 +1,15 @@
 """The prefill side of KV transfers: computes prompts for decode workers and pushes their KV while it is computed.
 
 Carries out what `kv_transfer.sender` decides. Control runs on the event loop; pushes run on the engine thread, right
-after the layer that they push.
+after the layer that they push. When a connector fails in mid-transfer, the prompt is computed on while receiver and
+sender change to another one, over which everything is pushed again from the blocks that hold it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,15 +20,15 @@ import xxhash
 
 from engine.request import Request, TokenOutput
 from engine.scheduler import Step
-from engine.sequence import Sequence
 from kv_transfer import sender as tx
-from kv_transfer.connectors.base import ConnectorError, SenderConnector
-from kv_transfer.connectors.selection import choose
+from kv_transfer.connectors.base import ConnectorError, PushRefused
+from kv_transfer.connectors.selection import Chosen, OpenConnector, Selection
 from kv_transfer.messages import Failed, Order
 from kv_transfer.process_identity import identify
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import EngineThread
+from services.worker.metrics import WorkerMetrics
 from services.worker.token_publisher import TokenPublisher
 from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, opened, sealed, to_sender_frame
 
@@ -39,8 +40,9 @@ class Peer:
     """One decode worker and the stream from it."""
 
     incarnation: str
-    connector: SenderConnector
+    selection: Selection
     outbox: asyncio.Queue[transfer_pb2.SenderFrame | None] = field(default_factory=asyncio.Queue)
+    improving: asyncio.Task[None] | None = None  # tries a connector that had failed
 
 
 @dataclass(slots=True)
@@ -49,10 +51,13 @@ class Sending:
 
     machine: tx.SenderTransfer
     peer: Peer
+    tried: set[str]  # kinds of connectors that the receiver has taken bytes from, or was asked to
+    chosen: Chosen
+    switching: bool = False  # from the failure of a connector until pushes go over the next one
+    computed: bool = False  # the first token is there
     # ---
-    pushed_tokens: int = 0  # complete blocks up to here are at the receiver, in all layers
-    error: str | None = None
-    pushing: bool = True
+    used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
+    pushed_tokens: list[int] = field(default_factory=list)  # by layer: tokens that were pushed over `used`
 
     @property
     def order(self) -> Order:
@@ -69,9 +74,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         fingerprint: str,
         layout: str,
         engine: EngineThread,
-        open_connector: Callable[[str, bytes], SenderConnector],
+        open_connector: OpenConnector,
         tokens: TokenPublisher,
         forced_connector: str | None,
+        metrics: WorkerMetrics,
     ) -> None:
         self._identity = identify(incarnation)
         self._fingerprint = fingerprint
@@ -80,8 +86,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._open_connector = open_connector
         self._tokens = tokens
         self._forced = forced_connector
+        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._transfers = SenderTransfers()
+        self._peers: list[Peer] = []
         self._sending: dict[str, Sending] = {}
         self._exports: dict[str, Sending] = {}  # the same, for the engine thread
         self.draining = False
@@ -109,20 +117,22 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             )
         try:
             offers = [(offer.kind, offer.description) for offer in hello.offers]
-            kind, connector, reason = await asyncio.to_thread(choose, offers, self._open_connector, self._forced)
+            selection = await asyncio.to_thread(Selection, offers, self._open_connector, self._forced)
         except ConnectorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        log.info("linked", peer=hello.name, connector=kind, reason=reason)
-        peer = Peer(hello.incarnation, connector)
+        chosen = selection.current
+        log.info("linked", peer=hello.name, connector=chosen.kind, reason=chosen.reason)
+        peer = Peer(hello.incarnation, selection)
         identity = self._identity
         answer = transfer_pb2.SenderHello(
             incarnation=identity.incarnation,
-            connector=kind,
-            reason=reason,
+            connector=chosen.kind,
+            reason=chosen.reason,
             boot_id=identity.boot_id,
             pid=identity.pid,
             start_ticks=identity.start_ticks,
         )
+        self._peers.append(peer)
         yield sealed(transfer_pb2.SenderFrame(hello=answer))
         reader = self._loop.create_task(self._read(peer, request_iterator))
         try:
@@ -134,12 +144,17 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 self._carry_out(sending, sending.machine.on_peer_lost())
             while any(sending.peer is peer for sending in self._sending.values()):
                 await asyncio.sleep(0.01)  # pushes end before their connector goes
-            await asyncio.to_thread(connector.close)
+            self._peers.remove(peer)
+            await asyncio.to_thread(selection.close)
 
     def tick(self, now: float) -> None:
-        """Leases; several times a second."""
+        """Leases, and connectors that nobody uses any more; several times a second."""
         for _, machine, actions in self._transfers.on_tick(now):
             self._carry_out(self._sending[machine.transfer_id], actions)
+        for peer in self._peers:
+            in_use = [c.connector for s in self._sending.values() for c in (s.chosen, s.used) if c is not None]
+            for connector in peer.selection.take_given_up(in_use):
+                self._loop.run_in_executor(None, connector.close)
 
     def on_outputs(self, outputs: list[TokenOutput]) -> None:
         """First tokens go to the gateway and the decode worker at once; then the rest of the bytes is seen out."""
@@ -162,62 +177,127 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             )
             self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
+            sending.computed = True
             self._loop.create_task(self._see_out(sending))
 
     def on_layer(self, layer: int, step: Step) -> None:
         """Engine thread: pushes what `step` has computed of this layer."""
         for entry in step.entries:
             sending = self._exports.get(entry.sequence.request_id)
-            if sending is None or not sending.pushing or sending.error is not None:
-                continue
-            try:
-                self._push(sending, entry.sequence, layer, entry.end)
-            except ConnectorError as error:
-                sending.error = str(error)
-                self._loop.call_soon_threadsafe(self._push_failed, sending)
+            if sending is not None and sending.used is not None:
+                # A prefix hit was computed before: it goes out with the first chunk. What was preempted goes out again.
+                start = min(entry.start, sending.pushed_tokens[layer])
+                self._push(sending, entry.sequence.block_ids, layer, start, entry.end)
 
-    def on_step_end(self, step: Step) -> None:
-        """Engine thread: complete blocks need not be pushed again."""
-        for entry in step.entries:
-            if sending := self._exports.get(entry.sequence.request_id):
-                sending.pushed_tokens = entry.end // entry.sequence.block_size * entry.sequence.block_size
-
-    def _push(self, sending: Sending, sequence: Sequence, layer: int, end: int) -> None:
-        size = sequence.block_size
-        order = sending.order
-        # A prefix hit was computed before: it goes out with the first chunk. After a preemption all goes out again.
-        first = max(order.skip_blocks, sending.pushed_tokens // size)
+    def _push(self, sending: Sending, block_ids: list[int], layer: int, start: int, end: int) -> None:
+        """Engine thread: pushes the blocks of these tokens, of those that the receiver wants."""
+        size = self._engine.engine.kv_cache.spec.block_size
+        order, used = sending.order, sending.used
+        first = max(order.skip_blocks, start // size)
         last = min(-(-end // size), order.skip_blocks + len(order.blocks))
-        if first < last:
-            destination = order.blocks[first - order.skip_blocks : last - order.skip_blocks]
-            cache = self._engine.engine.kv_cache.tensor
-            sending.peer.connector.push(order.transfer_id, layer, cache, sequence.block_ids[first:last], destination)
-
-    def _push_failed(self, sending: Sending) -> None:
-        log.warning("KV push failed", request=sending.machine.transfer_id, reason=sending.error)
-        self._carry_out(sending, sending.machine.failed(sending.error or "the push failed"))
+        if used is None:
+            return
+        try:
+            if first < last:
+                destination = order.blocks[first - order.skip_blocks : last - order.skip_blocks]
+                cache = self._engine.engine.kv_cache.tensor
+                used.connector.push(order.transfer_id, layer, cache, block_ids[first:last], destination)
+            sending.pushed_tokens[layer] = end
+        except ConnectorError as error:
+            sending.used = None
+            self._loop.call_soon_threadsafe(self._push_failed, sending, used, error)
 
     async def _see_out(self, sending: Sending) -> None:
-        """After the last step of a prompt: flush, checksums, Done."""
-        key = sending.machine.transfer_id
+        """After the last step of a prompt: what is left to push, flush, checksums, Done."""
+        key, chosen = sending.machine.transfer_id, sending.chosen
         engine = self._engine.engine
-        blocks = await self._engine.call(lambda: engine.held_blocks(key))
-        if sending.machine.state is not tx.SenderState.COMPUTING:
+
+        def is_over() -> bool:
+            state = sending.machine.state
+            return sending.switching or sending.chosen is not chosen or state is not tx.SenderState.COMPUTING
+
+        def push_rest() -> list[int]:
+            blocks = engine.held_blocks(key)
+            total = len(sending.order.request.prompt_token_ids) + len(sending.order.request.output_token_ids)
+            for layer, pushed in enumerate(sending.pushed_tokens):
+                if pushed < total:
+                    self._push(sending, blocks, layer, pushed, total)
+            return blocks[sending.order.skip_blocks :]
+
+        def flush_and_sum(blocks: list[int]) -> list[int]:
+            chosen.connector.flush(key)
+            return [xxhash.xxh3_64_intdigest(engine.kv_cache.block_bytes_view(block)) for block in blocks]
+
+        if is_over():
             return
-        skip = sending.order.skip_blocks
-
-        def flush_and_sum() -> list[int]:
-            sending.peer.connector.flush(key)
-            views = (engine.kv_cache.block_bytes_view(block) for block in blocks[skip:])
-            return [xxhash.xxh3_64_intdigest(view) for view in views]
-
+        blocks = await self._engine.call(push_rest)
+        if is_over():
+            return
         try:
-            checksums = await asyncio.to_thread(flush_and_sum)
+            checksums = await asyncio.to_thread(flush_and_sum, blocks)
         except ConnectorError as error:
-            sending.error = str(error)
-            self._push_failed(sending)
+            self._push_failed(sending, chosen, error)
         else:
-            self._carry_out(sending, sending.machine.pushed(checksums, time.monotonic()))
+            if not is_over():
+                self._carry_out(sending, sending.machine.pushed(checksums, time.monotonic()))
+
+    # Connectors that fail
+
+    def _push_failed(self, sending: Sending, failed: Chosen, error: ConnectorError) -> None:
+        if sending.switching or sending.chosen is not failed:
+            return  # it is known
+        key = sending.machine.transfer_id
+        if isinstance(error, PushRefused):
+            log.warning("KV push refused", request=key, reason=str(error))
+            self._carry_out(sending, sending.machine.failed(str(error)))
+            return
+        sending.switching = True
+        self._loop.create_task(self._fall_back(sending, failed, str(error)))
+
+    async def _fall_back(self, sending: Sending, failed: Chosen, reason: str) -> None:
+        """Lets the transfer go on over another connector, or fail."""
+        key = sending.machine.transfer_id
+
+        def stop() -> None:
+            sending.used = None
+
+        await self._engine.call(stop)  # no push is under way any more, and none follows
+        await asyncio.to_thread(failed.connector.stop, key)
+        try:
+            chosen = await asyncio.to_thread(sending.peer.selection.fall_back, failed, reason, sending.tried)
+        except ConnectorError as error:
+            log.error("KV connector failed, and there is no other", request=key, connector=failed.kind, reason=reason)
+            self._carry_out(sending, sending.machine.failed(f"{failed.kind}: {reason}; {error}"))
+            return
+        log.warning("KV connector failed", request=key, connector=failed.kind, reason=reason, next=chosen.kind)
+        self._metrics.connector_fallbacks.labels(failed.kind, chosen.kind).inc()
+        self._switch(sending, chosen, f"{failed.kind} failed: {reason}")
+
+    def _switch(self, sending: Sending, chosen: Chosen, reason: str) -> None:
+        """Asks the receiver to take the transfer's bytes from another connector."""
+        sending.switching, sending.chosen = True, chosen
+        sending.tried.add(chosen.kind)
+        self._carry_out(sending, sending.machine.switch(chosen.kind, reason, time.monotonic()))
+
+    async def _push_again(self, sending: Sending) -> None:
+        """The receiver has shut out the connector before."""
+
+        def begin() -> None:
+            if sending.machine.transfer_id in self._exports:
+                self._use(sending)
+
+        await self._engine.call(begin)
+        sending.switching = False
+        if sending.computed:
+            await self._see_out(sending)
+
+    async def _improve(self, peer: Peer) -> None:
+        await asyncio.to_thread(peer.selection.try_better)
+
+    def _use(self, sending: Sending) -> None:
+        """Engine thread: from now on pushes go over the chosen connector, from the first token on."""
+        sending.used = sending.chosen
+        sending.pushed_tokens = [0] * self._engine.engine.kv_cache.spec.num_layers
 
     async def _read(self, peer: Peer, frames: AsyncIterator[transfer_pb2.ReceiverFrame]) -> None:
         try:
@@ -245,9 +325,18 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                     peer.outbox.put_nowait(to_sender_frame(action.message))
             return
         sending = self._sending.get(machine.transfer_id)
-        if sending is None:
-            sending = self._sending[machine.transfer_id] = Sending(machine, peer)
+        if sending is not None:
+            self._carry_out(sending, actions)
+            return
+        if peer.selection.is_better_due() and (peer.improving is None or peer.improving.done()):
+            peer.improving = self._loop.create_task(self._improve(peer))
+        chosen = peer.selection.current
+        expected = machine.order.connector
+        sending = self._sending[machine.transfer_id] = Sending(machine, peer, {expected, chosen.kind}, chosen)
+        sending.switching = chosen.kind != expected
         self._carry_out(sending, actions)
+        if sending.switching:
+            self._switch(sending, chosen, f"{chosen.kind} is in use {chosen.reason}")
 
     def _carry_out(self, sending: Sending, actions: list[tx.SenderAction]) -> None:
         engine = self._engine.engine
@@ -260,6 +349,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                     self._engine.post(lambda: self._begin(key, sending))
                 case tx.StopPushing():
                     self._loop.create_task(self._stop(sending))
+                case tx.GiveUpConnector(reason):
+                    self._push_failed(sending, sending.chosen, ConnectorError(reason))
+                case tx.PushAgain():
+                    self._loop.create_task(self._push_again(sending))
                 case tx.Release():
                     self._exports.pop(key, None)
                     self._engine.post(lambda: engine.release(key))
@@ -271,6 +364,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         """Engine thread."""
         request: Request = sending.order.request
         self._exports[key] = sending
+        if not sending.switching:
+            self._use(sending)
         self._engine.engine.add(request, hold=True)
 
     async def _stop(self, sending: Sending) -> None:
@@ -278,11 +373,12 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         key = sending.machine.transfer_id
         engine = self._engine.engine
 
-        def stop() -> None:
-            sending.pushing = False
+        def stop() -> Chosen:
+            used, sending.used = sending.used, None
             self._exports.pop(key, None)
             engine.abort(key)
+            return used or sending.chosen
 
-        await self._engine.call(stop)
-        await asyncio.to_thread(sending.peer.connector.stop, key)
+        used = await self._engine.call(stop)
+        await asyncio.to_thread(used.connector.stop, key)
         self._carry_out(sending, sending.machine.stopped())

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -191,13 +192,14 @@ class Worker:
         if config.role == "decode":
             if self._segment is not None:
                 self._connectors.append(SharedMemoryReceiver(self._segment, pool))
-            streams: list[ReceiverConnector] = [
-                TcpReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, stream_key),
-                ZmqReceiver(engine.kv_cache.tensor, pool, engine.generation, config.bind, self._secure),
+            tensor, generation, host = engine.kv_cache.tensor, engine.generation, config.bind
+            streams: list[tuple[str, Callable[[], ReceiverConnector]]] = [
+                ("tcp", lambda: TcpReceiver(tensor, pool, generation, host, stream_key)),
+                ("zmq", lambda: ZmqReceiver(tensor, pool, generation, host, self._secure)),
             ]
             if not is_loopback(config.bind):
                 streams.reverse()  # what leaves the machine is encrypted unless somebody says otherwise
-            self._connectors += streams
+            self._connectors += [make() for kind, make in streams if config.connector in ("auto", kind)]
 
         def open_connector(kind: str, description: bytes) -> SenderConnector:
             if kind == "shared_memory":
@@ -223,7 +225,7 @@ class Worker:
         )
         forced = None if config.connector == "auto" else config.connector
         self._sender = KvSender(
-            self.incarnation, engine.fingerprint, spec.layout, thread, open_connector, tokens, forced
+            self.incarnation, engine.fingerprint, spec.layout, thread, open_connector, tokens, forced, self.metrics
         )
         self._service = WorkerService(
             self.incarnation,
@@ -236,7 +238,6 @@ class Worker:
         )
         if config.role == "prefill":
             engine.on_layer = self._sender.on_layer
-            thread.after_step = lambda output: self._sender.on_step_end(output.step)
             transfer_pb2_grpc.add_TransferServicer_to_server(self._sender, rpc.server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, rpc.server)
         self._member = cluster_pb2.Member(

@@ -38,7 +38,7 @@ def opened(frame: Frame | None) -> Frame:
     return frame
 
 
-def to_receiver_frame(message: m.Order | m.Renew | m.Commit | m.Abort, now: float) -> pb.ReceiverFrame:
+def to_receiver_frame(message: m.ToSender, now: float) -> pb.ReceiverFrame:
     """Frame for a message of the decode side. Deadlines travel as remaining seconds."""
     frame = pb.ReceiverFrame(transfer_id=message.transfer_id)
     match message:
@@ -50,10 +50,15 @@ def to_receiver_frame(message: m.Order | m.Renew | m.Commit | m.Abort, now: floa
             frame.commit.SetInParent()
         case m.Abort():
             frame.abort.reason = message.reason
+        case m.Switched():
+            frame.switched.turn = message.turn
+        case m.Lost():
+            frame.lost.turn = message.turn
+            frame.lost.reason = message.reason
     return frame
 
 
-def from_receiver_frame(frame: pb.ReceiverFrame) -> m.Order | m.Renew | m.Commit | m.Abort | None:
+def from_receiver_frame(frame: pb.ReceiverFrame) -> m.ToSender | None:
     """Message of a frame; None for a hello or an unknown body."""
     match frame.WhichOneof("body"):
         case "order":
@@ -64,13 +69,15 @@ def from_receiver_frame(frame: pb.ReceiverFrame) -> m.Order | m.Renew | m.Commit
             return m.Commit(frame.transfer_id)
         case "abort":
             return m.Abort(frame.transfer_id, frame.abort.reason)
+        case "switched":
+            return m.Switched(frame.transfer_id, frame.switched.turn)
+        case "lost":
+            return m.Lost(frame.transfer_id, frame.lost.turn, frame.lost.reason)
         case _:
             return None
 
 
-def to_sender_frame(
-    message: m.Accepted | m.FirstToken | m.Progress | m.Done | m.Failed | m.AbortAck,
-) -> pb.SenderFrame:
+def to_sender_frame(message: m.ToReceiver) -> pb.SenderFrame:
     """Frame for a message of the prefill side."""
     frame = pb.SenderFrame(transfer_id=message.transfer_id)
     match message:
@@ -89,6 +96,11 @@ def to_sender_frame(
             frame.progress.layers = message.layers
         case m.Done():
             frame.done.checksums.extend(message.checksums)
+            frame.done.turn = message.turn
+        case m.Switch():
+            frame.switch.turn = message.turn
+            frame.switch.connector = message.connector
+            frame.switch.reason = message.reason
         case m.Failed():
             frame.failed.reason = message.reason
         case m.AbortAck():
@@ -96,9 +108,7 @@ def to_sender_frame(
     return frame
 
 
-def from_sender_frame(
-    frame: pb.SenderFrame,
-) -> m.Accepted | m.FirstToken | m.Progress | m.Done | m.Failed | m.AbortAck | None:
+def from_sender_frame(frame: pb.SenderFrame) -> m.ToReceiver | None:
     """Message of a frame; None for a hello or an unknown body."""
     transfer_id = frame.transfer_id
     match frame.WhichOneof("body"):
@@ -114,7 +124,9 @@ def from_sender_frame(
         case "progress":
             return m.Progress(transfer_id, frame.progress.bytes, frame.progress.layers)
         case "done":
-            return m.Done(transfer_id, list(frame.done.checksums))
+            return m.Done(transfer_id, list(frame.done.checksums), frame.done.turn)
+        case "switch":
+            return m.Switch(transfer_id, frame.switch.turn, frame.switch.connector, frame.switch.reason)
         case "failed":
             return m.Failed(transfer_id, frame.failed.reason)
         case "abort_ack":
@@ -146,6 +158,7 @@ def _order_to_wire(order: m.Order, now: float) -> pb.Order:
             for ref in order.blocks
         ],
         lease_seconds=order.lease_seconds,
+        connector=order.connector,
     )
 
 
@@ -168,4 +181,5 @@ def _order_from_wire(transfer_id: str, order: pb.Order) -> m.Order:
         skip_blocks=order.skip_blocks,
         reply_to=order.reply_to,
         lease_seconds=order.lease_seconds,
+        connector=order.connector,
     )

@@ -101,13 +101,21 @@ class Worker:
 class Prefill(Worker):
     """Computes prompts; 2 ms a layer, so that there is a time in the middle."""
 
-    def __init__(self, open_connector: Callable[[str, bytes], SenderConnector], on_crash: OnCrash) -> None:
+    def __init__(
+        self, open_connector: Callable[[str, bytes], SenderConnector], forced: str | None, on_crash: OnCrash
+    ) -> None:
         super().__init__(MockEngine(256, 0.002), on_crash)
         self.sender = KvSender(
-            self.incarnation, FINGERPRINT, self.pool.layout, self.thread, open_connector, self.tokens, None
+            self.incarnation,
+            FINGERPRINT,
+            self.pool.layout,
+            self.thread,
+            open_connector,
+            self.tokens,
+            forced,
+            self.metrics,
         )
         self.engine.on_layer = self.sender.on_layer
-        self.thread.after_step = lambda output: self.sender.on_step_end(output.step)
         transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
 
     def on_step(self, output: StepOutput) -> None:
@@ -115,27 +123,20 @@ class Prefill(Worker):
 
 
 class Decode(Worker):
-    """Its pool is small, so that blocks are soon somebody else's."""
+    """Its pool is small, so that blocks are soon somebody else's. Offers `kinds` of connectors, best first."""
 
-    def __init__(self, connector: str, on_crash: OnCrash) -> None:
+    def __init__(self, kinds: Sequence[str], on_crash: OnCrash) -> None:
         self.segment: SharedSegment | None = None
-        super().__init__(MockEngine(160, 0.0003, self._allocate if connector == "shared_memory" else None), on_crash)
-        self.connector: ReceiverConnector
-        if self.segment is not None:
-            self.connector = SharedMemoryReceiver(self.segment, self.pool)
-        elif connector == "zmq":
-            self.connector = ZmqReceiver(
-                self.engine.kv_cache.tensor, self.pool, self.engine.generation, _HOST, _insecure
-            )
-        else:
-            self.connector = TcpReceiver(self.engine.kv_cache.tensor, self.pool, self.engine.generation, _HOST, b"")
+        super().__init__(MockEngine(160, 0.0003, self._allocate if "shared_memory" in kinds else None), on_crash)
+        self.connectors = [self._make(kind) for kind in kinds]
+        self.connector = self.connectors[0]
         self.receiver = KvReceiver(
             self.incarnation,
             "decode",
             FINGERPRINT,
             self.pool.layout,
             self.thread,
-            [self.connector],
+            self.connectors,
             None,
             self.metrics,
         )
@@ -151,6 +152,15 @@ class Decode(Worker):
         )
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.rpc.server)
 
+    def _make(self, kind: str) -> ReceiverConnector:
+        tensor, pool, generation = self.engine.kv_cache.tensor, self.pool, self.engine.generation
+        if kind == "shared_memory":
+            assert self.segment is not None
+            return SharedMemoryReceiver(self.segment, pool)
+        if kind == "zmq":
+            return ZmqReceiver(tensor, pool, generation, _HOST, _insecure)
+        return TcpReceiver(tensor, pool, generation, _HOST, b"")
+
     def _allocate(self, num_blocks: int, block_bytes: int) -> SharedSegment:
         self.segment = SharedSegment(num_blocks * block_bytes, num_blocks)
         return self.segment
@@ -162,18 +172,30 @@ class Decode(Worker):
     async def stop(self) -> None:
         await self.receiver.close()
         await super().stop()
-        self.connector.close()
+        for connector in self.connectors:
+            connector.close()
         self.events.close()
 
 
 class Pair:
     """The two workers, linked by `connector` through proxies that do what `faults` says.
 
+    They may fall back to `others`, to which nothing happens, unless the prefill worker has a connector `forced` on it.
     `fenced=False` is the negative control: blocks are never struck out and references are not looked at.
     """
 
-    def __init__(self, connector: str, faults: Faults, *, fenced: bool = True) -> None:
+    def __init__(
+        self,
+        connector: str,
+        faults: Faults,
+        *,
+        others: Sequence[str] = (),
+        forced: str | None = None,
+        fenced: bool = True,
+    ) -> None:
         self.kind = connector
+        self._others = others
+        self._forced = forced
         self.faults = faults
         self.crashes: list[Exception] = []
         self.crashed = asyncio.Event()
@@ -181,8 +203,8 @@ class Pair:
         faults.states = self.states
 
     async def start(self) -> None:
-        self.decode = Decode(self.kind, self._crash)
-        self.prefill = Prefill(self._open_connector, self._crash)
+        self.decode = Decode((self.kind, *self._others), self._crash)
+        self.prefill = Prefill(self._open_connector, self._forced, self._crash)
         self.control = ControlProxy(self.faults)
         self.stream = StreamProxy(self.faults, zmtp_units if self.kind == "zmq" else tcp_units)
         if not self._fenced:
@@ -258,7 +280,7 @@ class Pair:
 
     async def _put_between(self) -> None:
         """The stream proxy takes the place of the address in the connector's description."""
-        if self.decode.segment is not None:
+        if self.kind == "shared_memory":
             return
         description = msgspec.msgpack.decode(self.decode.connector.describe())
         if self.kind == "zmq":
@@ -271,6 +293,9 @@ class Pair:
         self.decode.connector.describe = lambda: changed  # type: ignore[method-assign]
 
     def _open_connector(self, kind: str, description: bytes) -> SenderConnector:
+        if kind in self._others:
+            layout = self.prefill.pool.layout
+            return ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
         if kind != self.kind:
             raise ConnectorError("another kind is tested")
         layout = self.prefill.pool.layout

@@ -22,7 +22,7 @@ from kv_transfer.connectors.base import (
     SenderConnector,
     SenderIdentity,
 )
-from kv_transfer.connectors.selection import choose
+from kv_transfer.connectors.selection import Selection
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
     SharedMemorySender,
@@ -383,17 +383,17 @@ def test_choice_takes_the_first_offer_that_works_and_says_why() -> None:
 
     offers = [("shared_memory", b"from another host"), ("tcp", unreachable.receiver.describe())]
     offers.append(("zmq", pool.receiver.describe()))
-    kind, connector, reason = choose(offers, open_connector)
-    assert kind == "tcp" and "shared_memory: malformed" in reason
-    connector.close()
+    selection = Selection(offers, open_connector)
+    assert selection.current.kind == "tcp" and "shared_memory: malformed" in selection.current.reason
+    selection.close()
     unreachable.receiver.close()
-    kind, connector, reason = choose(offers, open_connector)
-    assert kind == "zmq" and "tcp: cannot connect" in reason
-    connector.close()
+    selection = Selection(offers, open_connector)
+    assert selection.current.kind == "zmq" and "tcp: cannot connect" in selection.current.reason
+    selection.close()
     with pytest.raises(ConnectorError, match="shared_memory is forced"):
-        choose(offers, open_connector, forced="shared_memory")
+        Selection(offers, open_connector, forced="shared_memory")
     with pytest.raises(ConnectorError, match="none was offered"):
-        choose([], open_connector)
+        Selection([], open_connector)
     pool.receiver.close()
 
 

@@ -376,7 +376,7 @@ class World(RuleBasedStateMachine):
         for transfer in self.receiving.values():
             self.carry_out_rx(transfer, transfer.machine.on_tick(self.now))
             if transfer.machine.state is rx.ReceiverState.ABORTING and self.fenced(transfer):
-                self.carry_out_rx(transfer, transfer.machine.on_fenced())
+                self.carry_out_rx(transfer, transfer.machine.on_fenced(self.now))
         for peer, machine, actions in self.table.on_tick(self.now):
             self.carry_out_tx(self.sending[(peer, machine.transfer_id)], actions)
         self.settle_sender()

@@ -73,7 +73,7 @@ def test_blocks_stay_aside_until_the_writer_says_that_it_stopped(last: AbortAck 
     assert receiver.on_peer_lost(2) == []
     assert [type(action) for action in receiver.on_tick(50)] == [rx.Send]  # asks again
     assert receiver.on_message(last, 51) == [rx.ReleaseBlocks()]
-    assert receiver.on_message(last, 51) == [] and receiver.on_fenced() == []
+    assert receiver.on_message(last, 51) == [] and receiver.on_fenced(51) == []
 
 
 def test_prefill_worker_lost_in_the_middle_may_still_write() -> None:
@@ -82,7 +82,7 @@ def test_prefill_worker_lost_in_the_middle_may_still_write() -> None:
     actions = receiver.on_peer_lost(1)
     assert [type(action) for action in actions] == [rx.Detach, rx.Send]
     assert isinstance(actions[0], rx.Detach) and actions[0].recompute
-    assert receiver.on_fenced() == [rx.ReleaseBlocks()]
+    assert receiver.on_fenced(2) == [rx.ReleaseBlocks()]
 
 
 def test_failure_is_told_only_after_the_push_stopped() -> None:
