@@ -1,18 +1,14 @@
 """The `tandem` command. Each subcommand imports what it needs, so that a gateway starts in a second, without torch."""
 
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bench.cli import app as bench
 from services.kv import app as kv
-
-if TYPE_CHECKING:
-    from services.running import RunningCluster
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,11 +33,6 @@ class Role(StrEnum):
 
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings; flags and TANDEM_* win.")]
-
-
-def _config_file() -> Path | None:
-    named = os.environ.get("TANDEM_CONFIG")
-    return Path(named) if named else None
 
 
 @app.command()
@@ -110,6 +101,7 @@ def up(
 
       tandem up --aggregated 1
     """
+    from services.config import config_file
     from services.embedded_state import StateServerError
     from services.logs import configure
     from services.prepare import StartFailed
@@ -144,7 +136,7 @@ def up(
     )
     configure("warning", "console")  # the children speak for themselves
     given = {name: value for name, value in flags.items() if value is not None}
-    options = UpOptions(prefill, decode, aggregated, json, config or _config_file(), given)
+    options = UpOptions(prefill, decode, aggregated, json, config or config_file(), given)
     with _told(StartFailed, StateServerError):
         run(start(options))
 
@@ -166,13 +158,13 @@ def serve(
       TANDEM_STATE=redis://127.0.0.1:6379/0 TANDEM_MODEL=./Qwen3-0.6B tandem serve gateway --port 8000
     """
     from services.cluster_state import ModelMismatch
-    from services.config import ConfigError, GatewayConfig, RouterConfig, WorkerConfig, load, require
+    from services.config import ConfigError, GatewayConfig, RouterConfig, WorkerConfig, config_file, load, require
     from services.logs import configure
     from services.process import run
 
     with _told(ModelMismatch):
         flags = _flags(context.args)
-        config = config or _config_file()
+        config = config or config_file()
         if role is Role.gateway:
             gateway = load(GatewayConfig, flags, config)
             require(gateway, "state", "model")
@@ -260,10 +252,11 @@ def sleep(
       tandem sleep decode-1 --drain
     """
     from services.process import run
+    from services.running import of_command
     from services.sleep import sleep as start
 
     with _told():
-        run(start(_cluster(url), workers or [], drain, timeout))
+        run(start(of_command(url), workers or [], drain, timeout))
 
 
 @app.command()
@@ -275,23 +268,11 @@ def wake(workers: Workers = None, url: ClusterUrl = "") -> None:
       tandem wake
     """
     from services.process import run
+    from services.running import of_command
     from services.sleep import wake as start
 
     with _told():
-        run(start(_cluster(url), workers or []))
-
-
-def _cluster(url: str) -> "RunningCluster":
-    """The cluster that TANDEM_STATE names, or one that `tandem up` runs here. Raises ConfigError."""
-    from services.config import ClusterConfig, load
-    from services.logs import configure
-    from services.running import RunningCluster, find
-
-    configure("warning", "console")
-    config = load(ClusterConfig, {}, _config_file())
-    if config.state and not url:
-        return RunningCluster(url, config.cluster, config.state, config.cluster_key)
-    return find(url)
+        run(start(of_command(url), workers or []))
 
 
 @app.command()

@@ -105,6 +105,12 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
+def config_file() -> Path | None:
+    """The file that the environment names."""
+    named = os.environ.get("TANDEM_CONFIG")
+    return Path(named) if named else None
+
+
 def load(kind: type[C], flags: dict[str, Any], file: Path | None = None) -> C:
     """A configuration of `kind`. Flags that are None were not given. Raises ConfigError."""
     hints = get_type_hints(kind)

@@ -1,5 +1,6 @@
 """`tandem kv`: how the KV cache moves between workers."""
 
+import asyncio
 import shlex
 import sys
 from enum import StrEnum
@@ -16,11 +17,6 @@ app = typer.Typer(
     help="How the KV cache moves between workers.",
     rich_markup_mode="markdown",
 )
-
-
-@app.callback()
-def _group() -> None:
-    """Makes `bench` a subcommand also while it is the only one."""
 
 
 class Connector(StrEnum):
@@ -100,9 +96,49 @@ def bench(
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def _fail(reason: str) -> NoReturn:
+@app.command()
+def trace(
+    request: Annotated[str, typer.Argument(help="The `id` of a response; none: the latest transfer.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of a picture, with every layer.")] = False,
+    url: Annotated[str, typer.Option(help="HTTP address of the cluster, where `tandem up` runs several.")] = "",
+) -> None:
+    """Show when each step of a request's KV transfer happened, on both workers, in ms since the request arrived there.
+
+    Bars: `░` compute of a layer, `█` its push, `─` time since the event before on that worker. **exposed** is what
+    compute did not hide: from the last layer computed until the KV was committed at the decode worker.
+
+    Each worker keeps its latest 512 transfers.
+
+    Examples:
+
+      tandem kv trace
+
+      tandem kv trace cmpl-0123456789abcdef --json
+    """
+    import msgspec
+    from rich.console import Console
+
+    from services.config import ConfigError
+    from services.kv_picture import show
+    from services.kv_trace import gather
+    from services.running import of_command
+    from services.supervisor import EXIT_CONFIGURATION
+
+    try:
+        traces = asyncio.run(gather(of_command(url), request))
+    except (ConfigError, ConnectionError) as error:
+        _fail(str(error), EXIT_CONFIGURATION)
+    if json:
+        print(msgspec.json.format(msgspec.json.encode(traces), indent=1).decode())
+        return
+    console = Console()
+    for each in traces:
+        show(each, console)
+
+
+def _fail(reason: str, status: int = 1) -> NoReturn:
     print(f"error: {reason}", file=sys.stderr)
-    sys.exit(1)
+    sys.exit(status)
 
 
 def _show(results: "list[Result]") -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from engine.weights.resolve import cache_folder
-from services.config import ConfigError
+from services.config import ClusterConfig, ConfigError, config_file, load
+from services.logs import configure
 
 
 class RunningCluster(msgspec.Struct, frozen=True):
@@ -46,6 +47,18 @@ def announced(running: RunningCluster) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def of_command(url: str) -> RunningCluster:
+    """The cluster that a command is about: at `url`, else that of TANDEM_STATE, else the only one that runs here.
+
+    Raises ConfigError.
+    """
+    configure("warning", "console")
+    config = load(ClusterConfig, {}, config_file())
+    if config.state and not url:
+        return RunningCluster(url, config.cluster, config.state, config.cluster_key)
+    return find(url)
 
 
 def find(url: str) -> RunningCluster:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +28,7 @@ from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
 from services.worker.metrics import WorkerMetrics
 from services.worker.room import Room
+from services.worker.timelines import Timeline, Timelines
 from services.worker.transfer_wire import DamagedFrame, from_sender_frame, opened, sealed, to_receiver_frame
 
 log = structlog.get_logger()
@@ -63,6 +64,7 @@ class Receiving:
     link: Link
     connector: ReceiverConnector  # the one that may write
     blocks: list[BlockRef]
+    timeline: Timeline
     started: float
     first_token_at: float | None = None
     quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
@@ -81,6 +83,7 @@ class KvReceiver:
         connectors: list[ReceiverConnector],
         key: ClusterKey | None,
         metrics: WorkerMetrics,
+        timelines: Timelines,
     ) -> None:
         self._incarnation = incarnation
         self._name = name
@@ -90,6 +93,7 @@ class KvReceiver:
         self._connectors = {connector.capabilities.kind: connector for connector in connectors}  # best first
         self._key = key
         self._metrics = metrics
+        self._timelines = timelines
         self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}
@@ -148,13 +152,19 @@ class KvReceiver:
     async def _start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
         key = request.request_id
         engine = self._engine.engine
+        timeline = self._timelines.open(key, prefill.incarnation, sends=False)
+        timeline.mark("arrived")
         try:
             link = await self._link(prefill)
+            timeline.mark("linked", prefill.name)
             reservation = await self._room.reserve(request)
+        except asyncio.CancelledError:
+            timeline.mark("aborted")
+            raise
         except Exception as error:  # whatever it is, the request can still be computed here
-            log.warning(
-                "prefill goes local", request=key, reason=str(error) or "no room for its KV before its deadline"
-            )
+            reason = str(error) or "no room for its KV before its deadline"
+            log.warning("prefill goes local", request=key, reason=reason)
+            timeline.mark("recomputed", reason)
             self._metrics.transfers.labels("recomputed").inc()
             await self._engine.call(lambda: engine.add(request))
             return
@@ -178,7 +188,9 @@ class KvReceiver:
         now = time.monotonic()
         machine = rx.ReceiverTransfer(order, deadline=request.deadline, spare=self._connectors)
         connector = self._connectors[link.connector]
-        receiving = Receiving(machine, link, connector, blocks, now)
+        receiving = Receiving(machine, link, connector, blocks, timeline, now)
+        timeline.record.connector = link.connector
+        timeline.mark("reserved", f"{len(blocks)} blocks, {order.skip_blocks} cached")
         connector.expect(key, blocks)
         # From here an abort must find the transfer, not a start that could be called off: the writer is about to write.
         del self._starting[key]
@@ -270,6 +282,7 @@ class KvReceiver:
         actions = receiving.machine.on_message(message, time.monotonic())
         if receiving.machine.first_token is not None and receiving.first_token_at is None:
             receiving.first_token_at = time.monotonic()
+            receiving.timeline.mark("first token")
         self._carry_out(receiving, actions)
         if isinstance(message, Switch):
             log.info("KV comes over another connector", request=message.transfer_id, reason=message.reason)
@@ -291,25 +304,31 @@ class KvReceiver:
                 case rx.Send(message):
                     self._send(receiving.link, message)
                 case rx.Verify(checksums):
+                    receiving.timeline.mark("landed")
                     asyncio.get_running_loop().create_task(self._verify(receiving, checksums))
                 case rx.Join(token_id, logprob, cached_tokens):
-                    self._engine.post(partial(engine.commit_handoff, key, token_id, logprob, cached_tokens))
-                    self._committed(receiving)
+                    receiving.timeline.mark("verified")
+                    handoff = partial(engine.commit_handoff, key, token_id, logprob, cached_tokens)
+                    self._engine.post(partial(self._commit, receiving, handoff))
                 case rx.Recompute(reason):
                     log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
                     self._metrics.transfers.labels("recomputed").inc()
+                    receiving.timeline.mark("recomputed", reason)
                     self._engine.post(partial(engine.recompute, key))
                 case rx.Detach(reason, recompute):
                     if recompute:
                         log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
                         self._metrics.transfers.labels("recomputed").inc()
+                    receiving.timeline.mark("recomputed" if recompute else "aborted", reason)
                     receiving.quarantine = [ref.block_id for ref in receiving.blocks]
                     self._engine.post(partial(engine.detach, key, then_wait=recompute))
                 case rx.Expect(kind):
                     receiving.connector = self._connectors[kind]
                     receiving.connector.expect(key, receiving.blocks)
-                    receiving.link.connector = kind
+                    receiving.link.connector = receiving.timeline.record.connector = kind
+                    receiving.timeline.mark("connector", kind)
                 case rx.ReleaseBlocks():
+                    receiving.timeline.mark("blocks freed", "the writer has stopped or is shut out")
                     blocks, receiving.quarantine = receiving.quarantine, []
                     self._engine.post(partial(engine.release_blocks, blocks))
         if closed:
@@ -322,10 +341,15 @@ class KvReceiver:
         if machine.to_be_fenced and receiving.connector.fence(machine.transfer_id, receiving.link.sender):
             self._carry_out(receiving, machine.on_fenced(time.monotonic()))
 
-    def _committed(self, receiving: Receiving) -> None:
+    def _commit(self, receiving: Receiving, handoff: Callable[[], bool]) -> None:
+        """Engine thread."""
+        if not handoff():
+            return  # aborted in the meantime
         now = time.monotonic()
+        receiving.timeline.mark("committed")
         self._metrics.transfers.labels("committed").inc()
         num_bytes = len(receiving.blocks) * self._engine.engine.kv_cache.spec.block_bytes
+        receiving.timeline.record.bytes = num_bytes
         self._metrics.transfer_bytes.labels(receiving.connector.capabilities.kind).inc(num_bytes)
         order = receiving.machine.order
         skipped = order.skip_blocks * self._engine.engine.kv_cache.spec.block_size

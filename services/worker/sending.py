@@ -29,6 +29,7 @@ from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import EngineThread
 from services.worker.metrics import WorkerMetrics
+from services.worker.timelines import Timeline, Timelines
 from services.worker.token_publisher import TokenPublisher
 from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, opened, sealed, to_sender_frame
 
@@ -53,6 +54,7 @@ class Sending:
     peer: Peer
     tried: set[str]  # kinds of connectors that the receiver has taken bytes from, or was asked to
     chosen: Chosen
+    timeline: Timeline
     switching: bool = False  # from the failure of a connector until pushes go over the next one
     computed: bool = False  # the first token is there
     # ---
@@ -78,6 +80,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         tokens: TokenPublisher,
         forced_connector: str | None,
         metrics: WorkerMetrics,
+        timelines: Timelines,
     ) -> None:
         self._identity = identify(incarnation)
         self._fingerprint = fingerprint
@@ -87,6 +90,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._tokens = tokens
         self._forced = forced_connector
         self._metrics = metrics
+        self._timelines = timelines
         self._loop = asyncio.get_running_loop()
         self._transfers = SenderTransfers()
         self._peers: list[Peer] = []
@@ -175,6 +179,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 logprobs=output.logprobs,
                 cached_tokens=output.cached_tokens,
             )
+            sending.timeline.mark("computed")
             self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
             sending.computed = True
@@ -201,7 +206,9 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if first < last:
                 destination = order.blocks[first - order.skip_blocks : last - order.skip_blocks]
                 cache = self._engine.engine.kv_cache.tensor
-                used.connector.push(order.transfer_id, layer, cache, block_ids[first:last], destination)
+                computed = time.monotonic()
+                num_bytes = used.connector.push(order.transfer_id, layer, cache, block_ids[first:last], destination)
+                sending.timeline.push(layer, end, computed, num_bytes)
             sending.pushed_tokens[layer] = end
         except ConnectorError as error:
             sending.used = None
@@ -239,6 +246,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             self._push_failed(sending, chosen, error)
         else:
             if not is_over():
+                sending.timeline.mark("sent")
                 self._carry_out(sending, sending.machine.pushed(checksums, time.monotonic()))
 
     # Connectors that fail
@@ -276,6 +284,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     def _switch(self, sending: Sending, chosen: Chosen, reason: str) -> None:
         """Asks the receiver to take the transfer's bytes from another connector."""
         sending.switching, sending.chosen = True, chosen
+        sending.timeline.mark("switch", f"{chosen.kind}: {reason}")
         sending.tried.add(chosen.kind)
         self._carry_out(sending, sending.machine.switch(chosen.kind, reason, time.monotonic()))
 
@@ -332,7 +341,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             peer.improving = self._loop.create_task(self._improve(peer))
         chosen = peer.selection.current
         expected = machine.order.connector
-        sending = self._sending[machine.transfer_id] = Sending(machine, peer, {expected, chosen.kind}, chosen)
+        timeline = self._timelines.open(machine.transfer_id, peer.incarnation, sends=True)
+        timeline.record.connector = chosen.kind
+        timeline.mark("ordered")
+        tried = {expected, chosen.kind}
+        sending = self._sending[machine.transfer_id] = Sending(machine, peer, tried, chosen, timeline)
         sending.switching = chosen.kind != expected
         self._carry_out(sending, actions)
         if sending.switching:
@@ -348,12 +361,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 case tx.StartPrefill():
                     self._engine.post(lambda: self._begin(key, sending))
                 case tx.StopPushing():
+                    sending.timeline.mark("stopping")
                     self._loop.create_task(self._stop(sending))
                 case tx.GiveUpConnector(reason):
                     self._push_failed(sending, sending.chosen, ConnectorError(reason))
                 case tx.PushAgain():
                     self._loop.create_task(self._push_again(sending))
                 case tx.Release():
+                    sending.timeline.mark("source freed")
                     self._exports.pop(key, None)
                     self._engine.post(lambda: engine.release(key))
         if sending.machine.state is tx.SenderState.CLOSED:

@@ -35,7 +35,7 @@ from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from services.cluster_state import ClusterState
 from services.config import ConfigError, WorkerConfig, is_loopback, parse_bytes
 from services.process import new_incarnation, stop_signal
-from services.rpc import cluster_pb2, transfer_pb2_grpc, worker_pb2_grpc
+from services.rpc import cluster_pb2, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
 from services.security import cluster_key
 from services.worker.engine_thread import EngineThread
@@ -46,6 +46,7 @@ from services.worker.receiving import KvReceiver
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
 from services.worker.sleeping import SleepService
+from services.worker.timelines import Timelines
 from services.worker.token_publisher import TokenPublisher
 from services.zmq_sockets import secure
 
@@ -213,6 +214,8 @@ class Worker:
         thread = EngineThread(engine, self._on_step, self._on_crash)
         tokens = TokenPublisher(self.incarnation, self._key)
         self._events = EventPublisher(self.incarnation, config.bind, self._key)
+        timelines = Timelines(config.name, self.incarnation)
+        trace_pb2_grpc.add_TraceServicer_to_server(timelines, rpc.server)
         self._receiver = KvReceiver(
             self.incarnation,
             config.name,
@@ -222,10 +225,19 @@ class Worker:
             self._connectors,
             self._key,
             self.metrics,
+            timelines,
         )
         forced = None if config.connector == "auto" else config.connector
         self._sender = KvSender(
-            self.incarnation, engine.fingerprint, spec.layout, thread, open_connector, tokens, forced, self.metrics
+            self.incarnation,
+            engine.fingerprint,
+            spec.layout,
+            thread,
+            open_connector,
+            tokens,
+            forced,
+            self.metrics,
+            timelines,
         )
         self._service = WorkerService(
             self.incarnation,

@@ -35,6 +35,7 @@ from services.worker.metrics import WorkerMetrics
 from services.worker.receiving import KvReceiver, Receiving
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
+from services.worker.timelines import Timelines
 from services.worker.token_publisher import TokenPublisher
 
 CONNECTORS = ("shared_memory", "zmq", "tcp")
@@ -80,6 +81,7 @@ class Worker:
         self.metrics = WorkerMetrics()
         self.rpc = RpcServer(_HOST, 0, None, self.metrics.registry)
         self.tokens = TokenPublisher(self.incarnation, None)
+        self.timelines = Timelines(type(self).__name__, self.incarnation)
         self.thread = EngineThread(engine, self.on_step, on_crash)
         spec = engine.kv_cache.spec
         num_blocks = engine.kv_cache.num_blocks
@@ -114,6 +116,7 @@ class Prefill(Worker):
             self.tokens,
             forced,
             self.metrics,
+            self.timelines,
         )
         self.engine.on_layer = self.sender.on_layer
         transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
@@ -139,6 +142,7 @@ class Decode(Worker):
             self.connectors,
             None,
             self.metrics,
+            self.timelines,
         )
         self.events = EventPublisher(self.incarnation, _HOST, None)
         self.service = WorkerService(
