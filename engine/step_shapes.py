@@ -1,13 +1,14 @@
 """The shapes to which steps are padded, so that a few graphs serve all of them (`engine.step_graphs`)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 _SMALL = (1, 2, 4)
 _STEP = 8  # batch sizes beyond: the multiples of this up to 64, then of more
 _MOST_TOKENS = 2304  # of a step with prompts; beyond, starting kernels is little beside what they take
-_MOST_PROMPTS = 16  # pieces of prompts in one step
-_FEW_DECODES = 32  # beside prompts; the keys of so few are cut into parts, so that they fill the card
+_MOST_PROMPTS = 32  # pieces of prompts in one step
+_DECODES = (32, 64, 128)  # beside prompts; the fewer, the more parts their keys are cut into, to fill the card
 
 
 class StepShape(NamedTuple):
@@ -37,10 +38,15 @@ def step_shapes(max_running: int, max_batched_tokens: int) -> list[StepShape]:
     """Shapes of steps of up to so many sequences and tokens; of several that fit, the cheaper first."""
     most = min(max_batched_tokens, _MOST_TOKENS)
     counts = [count for count in (*range(64, 256, 64), *range(256, most, 128)) if count < most]
-    decodes = sorted({min(_FEW_DECODES, max_running), max_running})
+    beside = [size for size in _DECODES if size < max_running]
     return [
         *(StepShape(size, size, 0) for size in batch_sizes(max_running)),
-        *(StepShape(tokens, beside, _MOST_PROMPTS) for tokens in (*counts, most) for beside in decodes),
+        *(
+            StepShape(tokens, decodes, _MOST_PROMPTS)
+            for tokens in (*counts, most)
+            for smaller, decodes in pairwise((0, *beside, max_running))
+            if smaller < tokens
+        ),
     ]
 
 

@@ -57,7 +57,7 @@ def up(
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, tokens.")] = None,
     max_batched_tokens: Annotated[
-        int | None, typer.Option(help="Token budget of a step.  [default: 512; on cuda: 8192]")
+        int | None, typer.Option(help="Token budget of a step.  [default: 512; on cuda: 1280]")
     ] = None,
     max_mixed_prefill_tokens: Annotated[
         int | None,

@@ -77,7 +77,7 @@ class _Usual(NamedTuple):
     max_running: int
 
 
-_USUAL = {"cpu": _Usual("float32", 512, 64), "cuda": _Usual("bfloat16", 8192, 256)}
+_USUAL = {"cpu": _Usual("float32", 512, 64), "cuda": _Usual("bfloat16", 1280, 256)}
 
 
 class Worker:
