@@ -97,11 +97,15 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: all is written; xxh3_64 of each block, in the order of `Order.blocks`."""
+    """Prefill to decode: all is written; xxh3_64 of each block, in the order of `Order.blocks`.
+
+    `seconds_since_compute`: since the prompt's last layer was computed.
+    """
 
     transfer_id: str
     checksums: list[int]
     turn: int = 0
+    seconds_since_compute: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

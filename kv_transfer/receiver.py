@@ -106,6 +106,7 @@ class ReceiverTransfer:
         self._spare = set(spare) - {order.connector}
         self.state = ReceiverState.ORDERED
         self.first_token: FirstToken | None = None
+        self.seconds_since_compute = 0.0  # from the prompt's last layer to the word that all was written
         self._deadline = deadline
         self._lease_ends = 0.0
         self._renew_at = 0.0
@@ -143,6 +144,7 @@ class ReceiverTransfer:
                 return self._on_switch(message, now)
             case Done() if self.state is ReceiverState.ORDERED and message.turn == self.turn:
                 self.state = ReceiverState.VERIFYING
+                self.seconds_since_compute = message.seconds_since_compute
                 return [Verify(message.checksums)]
             case Failed():
                 return self._close(Recompute(message.reason))

@@ -17,6 +17,7 @@ class Candidate:
     outstanding: Outstanding
     cached_blocks: int  # leading blocks of this request that it holds
     expected_blocks: int  # that it holds or will hold soon, by the requests under way there; not less than the former
+    full: bool = False  # requests wait there for KV blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,14 @@ def place(
 ) -> Decision:
     """The decode worker, and the prefill worker unless the decode worker does it itself. Raises NoWorker.
 
-    Ties are broken by `rng`; `turn` counts the decisions, for round robin. The decode worker computes the prompt itself
-    when it is an aggregated worker, when there is no prefill worker, when that was asked for, or when no more than
-    `local_prefill_tokens` are missing there.
+    Ties are broken by `rng`; `turn` counts decisions, for round robin. Nothing goes where requests wait for KV blocks
+    while there are others. The decode worker computes the prompt itself when it is an aggregated worker, when
+    there is no prefill worker, when that was asked for, or when no more than `local_prefill_tokens` are missing there.
     """
 
     def best(role: tuple[str, ...]) -> Candidate | None:
         able = sorted((c for c in candidates if c.role in role), key=lambda c: c.worker)
+        able = [c for c in able if not c.full] or able
         if not able or policy == ROUND_ROBIN:
             return able[turn % len(able)] if able else None
         costs = [POLICIES[policy](candidate, ask) for candidate in able]

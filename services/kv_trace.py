@@ -146,7 +146,8 @@ def _trace(decode: _Side | None, prefill: _Side | None) -> Trace:
             events.append(Event(_ms(mark.at - shift), timeline.worker, mark.event, mark.detail))
         for push in timeline.pushes:
             pushes.append(Push(_ms(push.at - shift), _ms(push.seconds), push.layer, push.tokens, push.bytes))
-    committed = [event.ms for event in events if event.event == "committed"]
+    when = {event.event: event.ms for event in events}
+    exposed = when["committed"] - when["last layer"] if when.keys() >= {"committed", "last layer"} else None
     return Trace(
         transfer=first.transfer_id,
         connector=first.connector,
@@ -154,7 +155,7 @@ def _trace(decode: _Side | None, prefill: _Side | None) -> Trace:
         decode=decode[0].worker if decode else "",
         bytes=prefill[0].bytes if prefill else first.bytes,
         clock_error_ms=_ms(error),
-        exposed_ms=round(committed[0] - pushes[-1].ms, 3) if committed and pushes else None,
+        exposed_ms=None if exposed is None else round(exposed, 3),
         events=sorted(events, key=lambda event: event.ms),
         pushes=pushes,
         pushes_left_out=prefill[0].pushes_left_out if prefill else 0,

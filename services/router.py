@@ -67,6 +67,9 @@ class RouterMetrics:
         self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
         self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
         self.reservations = Gauge("tandem_router_reservations", "Requests under way", registry=registry)
+        self.full = Gauge(
+            "tandem_router_workers_full", "Decode workers where requests wait for KV blocks", registry=registry
+        )
 
 
 class CacheWatcher:
@@ -155,6 +158,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             if incarnation not in self._workers:
                 self._watch(member)
             self._workers[incarnation] = member
+        self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in self._workers.values()))
         for role in _WORKER_ROLES:
             self.metrics.workers.labels(role).set(sum(m.role == role for m in self._workers.values()))
 
@@ -176,7 +180,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
         cached = self._index.prefixes(request.block_hashes, names)
         soon = self._index.prefixes_soon(request.block_hashes, names, self._expected)
         candidates = [
-            Candidate(m.incarnation, m.role, self._reservations.of(m.incarnation), cached[name], soon[name])
+            Candidate(
+                m.incarnation,
+                m.role,
+                self._reservations.of(m.incarnation),
+                cached[name],
+                soon[name],
+                full=m.load.waiting_for_blocks > 0,
+            )
             for name, m in zip(names, members, strict=True)
         ]
         ask = Ask(

@@ -32,7 +32,18 @@ class WorkerMetrics:
         )
         self.exposed_seconds = Histogram(
             "tandem_kv_transfer_exposed_seconds",
-            "From the first token to the commit: what of the transfer compute did not hide",
+            "From the last layer computed to the commit: what of the transfer compute did not hide",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.credits_waiting = Gauge(
+            "tandem_kv_credits_waiting",
+            "Requests whose prefill waits until there are KV blocks for it on the decode worker",
+            registry=registry,
+        )
+        self.credit_wait_seconds = Histogram(
+            "tandem_kv_credit_wait_seconds",
+            "How long requests waited for KV blocks before their prefill, of those that had to",
             registry=registry,
             buckets=_SECONDS,
         )

@@ -20,7 +20,7 @@ import xxhash
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
-from kv_transfer.messages import Order, Switch, ToSender
+from kv_transfer.messages import FirstToken, Order, Switch, ToSender
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
 from services.rpc_server import make_channel
@@ -66,7 +66,7 @@ class Receiving:
     blocks: list[BlockRef]
     timeline: Timeline
     started: float
-    first_token_at: float | None = None
+    landed_at: float = 0.0
     quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
 
 
@@ -97,7 +97,7 @@ class KvReceiver:
         self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}
-        self._room = Room(engine)
+        self._room = Room(engine, metrics)
 
     def start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
         """Has `prefill` compute the request's prompt; falls back to computing it here."""
@@ -133,6 +133,11 @@ class KvReceiver:
             self._fence(receiving)
 
     @property
+    def waiting_for_blocks(self) -> int:
+        """Requests whose prefill may not start yet, since there are no blocks here for its KV."""
+        return self._room.waiting
+
+    @property
     def quarantined_blocks(self) -> list[int]:
         """Blocks set aside for writers that have not said that they stopped."""
         return [block for receiving in self._transfers.values() for block in receiving.quarantine]
@@ -157,7 +162,7 @@ class KvReceiver:
         try:
             link = await self._link(prefill)
             timeline.mark("linked", prefill.name)
-            reservation = await self._room.reserve(request)
+            reservation = await self._room.reserve(request, timeline)
         except asyncio.CancelledError:
             timeline.mark("aborted")
             raise
@@ -280,8 +285,7 @@ class KvReceiver:
                 self._send(link, answer.message)
             return
         actions = receiving.machine.on_message(message, time.monotonic())
-        if receiving.machine.first_token is not None and receiving.first_token_at is None:
-            receiving.first_token_at = time.monotonic()
+        if isinstance(message, FirstToken):
             receiving.timeline.mark("first token")
         self._carry_out(receiving, actions)
         if isinstance(message, Switch):
@@ -304,6 +308,7 @@ class KvReceiver:
                 case rx.Send(message):
                     self._send(receiving.link, message)
                 case rx.Verify(checksums):
+                    receiving.landed_at = time.monotonic()
                     receiving.timeline.mark("landed")
                     asyncio.get_running_loop().create_task(self._verify(receiving, checksums))
                 case rx.Join(token_id, logprob, cached_tokens):
@@ -355,8 +360,7 @@ class KvReceiver:
         skipped = order.skip_blocks * self._engine.engine.kv_cache.spec.block_size
         self._metrics.prompt_tokens.labels("transferred").inc(len(order.request.prompt_token_ids) - skipped)
         self._metrics.transfer_seconds.observe(now - receiving.started)
-        if receiving.first_token_at is not None:
-            self._metrics.exposed_seconds.observe(now - receiving.first_token_at)
+        self._metrics.exposed_seconds.observe(now - receiving.landed_at + receiving.machine.seconds_since_compute)
 
     async def _verify(self, receiving: Receiving, checksums: list[int]) -> None:
         """Compares what landed with what was sent, off the loop."""

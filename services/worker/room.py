@@ -14,6 +14,8 @@ from functools import partial
 from engine.engine import Reservation
 from engine.request import Request
 from services.worker.engine_thread import EngineThread
+from services.worker.metrics import WorkerMetrics
+from services.worker.timelines import Timeline
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -28,23 +30,33 @@ class Turn:
 class Room:
     """Reservations in the engine, in order. Lives on the event loop; attempts run on the engine thread, one by one."""
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineThread, metrics: WorkerMetrics) -> None:
+        self.waiting = 0  # requests that found no room
         self._engine = engine
+        self._metrics = metrics
         self._tickets = itertools.count()
         self._turns: list[Turn] = []  # next one first
         self._refused: set[Turn] = set()  # belongs to the engine thread: those that found no room
 
-    async def reserve(self, request: Request) -> Reservation:
+    async def reserve(self, request: Request, timeline: Timeline) -> Reservation:
         """Blocks for the request's KV. Raises TimeoutError at its deadline, ValueError if it cannot ever run."""
+        started, waits = time.monotonic(), False
         turn = Turn(request.priority, next(self._tickets))
         bisect.insort(self._turns, turn)
         try:
             while (reservation := await self._engine.call(partial(self._attempt, request, turn))) is None:
+                if not waits:
+                    waits = True
+                    self._count(1)
+                    timeline.mark("waits for blocks")
                 async with asyncio.timeout(max(0.0, request.deadline - time.monotonic())):
                     await turn.comes.wait()
                 turn.comes.clear()
             return reservation
         finally:
+            if waits:
+                self._count(-1)
+                self._metrics.credit_wait_seconds.observe(time.monotonic() - started)
             self._turns.remove(turn)
             self._engine.post(partial(self._refused.discard, turn))
             self.freed()  # perhaps there is room for the next, too
@@ -53,6 +65,10 @@ class Room:
         """Blocks may be free: the next request tries again."""
         if self._turns:
             self._turns[0].comes.set()
+
+    def _count(self, change: int) -> None:
+        self.waiting += change
+        self._metrics.credits_waiting.set(self.waiting)
 
     def _attempt(self, request: Request, turn: Turn) -> Reservation | None:
         """Engine thread."""

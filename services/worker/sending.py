@@ -58,6 +58,7 @@ class Sending:
     switching: bool = False  # from the failure of a connector until pushes go over the next one
     computed: bool = False  # the first token is there
     # ---
+    computed_at: float = 0.0  # when the prompt's last layer was
     used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
     pushed_tokens: list[int] = field(default_factory=list)  # by layer: tokens that were pushed over `used`
 
@@ -179,7 +180,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 logprobs=output.logprobs,
                 cached_tokens=output.cached_tokens,
             )
-            sending.timeline.mark("computed")
+            sending.timeline.mark("last layer", at=sending.computed_at)
+            sending.timeline.mark("first token")
             self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
             sending.computed = True
@@ -187,14 +189,18 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def on_layer(self, layer: int, step: Step) -> None:
         """Engine thread: pushes what `step` has computed of this layer."""
+        computed = time.monotonic()
         for entry in step.entries:
             sending = self._exports.get(entry.sequence.request_id)
-            if sending is not None and sending.used is not None:
+            if sending is None:
+                continue
+            sending.computed_at = computed
+            if sending.used is not None:
                 # A prefix hit was computed before: it goes out with the first chunk. What was preempted goes out again.
                 start = min(entry.start, sending.pushed_tokens[layer])
-                self._push(sending, entry.sequence.block_ids, layer, start, entry.end)
+                self._push(sending, entry.sequence.block_ids, layer, start, entry.end, computed)
 
-    def _push(self, sending: Sending, block_ids: list[int], layer: int, start: int, end: int) -> None:
+    def _push(self, sending: Sending, block_ids: list[int], layer: int, start: int, end: int, computed: float) -> None:
         """Engine thread: pushes the blocks of these tokens, of those that the receiver wants."""
         size = self._engine.engine.kv_cache.spec.block_size
         order, used = sending.order, sending.used
@@ -206,7 +212,6 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if first < last:
                 destination = order.blocks[first - order.skip_blocks : last - order.skip_blocks]
                 cache = self._engine.engine.kv_cache.tensor
-                computed = time.monotonic()
                 num_bytes = used.connector.push(order.transfer_id, layer, cache, block_ids[first:last], destination)
                 sending.timeline.push(layer, end, computed, num_bytes)
             sending.pushed_tokens[layer] = end
@@ -228,7 +233,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             total = len(sending.order.request.prompt_token_ids) + len(sending.order.request.output_token_ids)
             for layer, pushed in enumerate(sending.pushed_tokens):
                 if pushed < total:
-                    self._push(sending, blocks, layer, pushed, total)
+                    self._push(sending, blocks, layer, pushed, total, time.monotonic())
             return blocks[sending.order.skip_blocks :]
 
         def flush_and_sum(blocks: list[int]) -> list[int]:
@@ -247,7 +252,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         else:
             if not is_over():
                 sending.timeline.mark("sent")
-                self._carry_out(sending, sending.machine.pushed(checksums, time.monotonic()))
+                now = time.monotonic()
+                self._carry_out(sending, sending.machine.pushed(checksums, now, now - sending.computed_at))
 
     # Connectors that fail
 

@@ -337,6 +337,7 @@ class Worker:
         self._member.load.waiting = stats.waiting
         self._member.load.free_blocks = stats.free_blocks
         self._member.load.steps = stats.steps
+        self._member.load.waiting_for_blocks = self._receiver.waiting_for_blocks
         self.metrics.set_load(stats, orphaned)
 
     async def _drain(self, state: ClusterState, rpc: RpcServer) -> None:

@@ -21,9 +21,9 @@ class Timeline:
     def __init__(self, record: trace_pb2.Timeline) -> None:
         self.record = record
 
-    def mark(self, event: str, detail: str = "") -> None:
-        """Something happens now."""
-        self.record.marks.add(event=event, at=time.monotonic(), detail=detail)
+    def mark(self, event: str, detail: str = "", at: float | None = None) -> None:
+        """Something happens, now or at `at` (monotonic seconds)."""
+        self.record.marks.add(event=event, at=time.monotonic() if at is None else at, detail=detail)
 
     def push(self, layer: int, tokens: int, computed: float, num_bytes: int) -> None:
         """A layer, computed at `computed` (monotonic seconds) for prompt tokens up to `tokens`, is pushed now."""

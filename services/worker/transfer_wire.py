@@ -97,6 +97,7 @@ def to_sender_frame(message: m.ToReceiver) -> pb.SenderFrame:
         case m.Done():
             frame.done.checksums.extend(message.checksums)
             frame.done.turn = message.turn
+            frame.done.seconds_since_compute = message.seconds_since_compute
         case m.Switch():
             frame.switch.turn = message.turn
             frame.switch.connector = message.connector
@@ -124,7 +125,8 @@ def from_sender_frame(frame: pb.SenderFrame) -> m.ToReceiver | None:
         case "progress":
             return m.Progress(transfer_id, frame.progress.bytes, frame.progress.layers)
         case "done":
-            return m.Done(transfer_id, list(frame.done.checksums), frame.done.turn)
+            done = frame.done
+            return m.Done(transfer_id, list(done.checksums), done.turn, done.seconds_since_compute)
         case "switch":
             return m.Switch(transfer_id, frame.switch.turn, frame.switch.connector, frame.switch.reason)
         case "failed":

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
+from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
 from chaos.pair import CONNECTORS, Pair, short_waits, without_checksums
 
+from kv_transfer.connectors.base import PushRefused
 from services.rpc import router_pb2
 from services.worker import receiving
 
@@ -129,3 +132,30 @@ async def test_a_peer_that_never_answers_delays_no_other(monkeypatch: pytest.Mon
             await asyncio.sleep(0.01)
         assert pair.decode.metrics.transfers.labels("committed")._value.get() == 10
         assert not any((await load.settled()).values())
+
+
+@pytest.mark.parametrize("lands", [True, False])
+async def test_the_first_token_does_not_wait_for_the_kv(lands: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is at the gateway while bytes are under way; if these are lost, no token is repeated with another value."""
+    way, flush = threading.Event(), FaultySender.flush
+
+    def flush_later(sender: FaultySender, transfer_id: str) -> None:
+        assert way.wait(20)
+        if not lands:
+            raise PushRefused("the way is cut")
+        flush(sender, transfer_id)
+
+    monkeypatch.setattr(FaultySender, "flush", flush_later)
+    async with linked("tcp", Faults(dice(9), {})) as pair:
+        load = Load(pair, abort_share=0)
+        running = asyncio.create_task(load.run(1))
+        while not (load._asked and load._asked["q1"].seen):
+            assert not running.done()
+            await asyncio.sleep(0.01)
+        asked, transfers = load._asked["q1"], pair.decode.metrics.transfers
+        assert asked.seen == {0} and len(asked.expected) > 1
+        assert transfers.labels("committed")._value.get() == 0 and "q1/0" in pair.decode.receiver._transfers
+        way.set()
+        outcome = await running
+        assert outcome.clean and outcome.ends == {"ended": 1}, outcome
+        assert transfers.labels("committed" if lands else "recomputed")._value.get() == 1

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,15 +61,32 @@ def test_every_layer_of_every_chunk_is_there_in_order(pair: Cluster) -> None:
     assert decode == ["arrived", "linked", "reserved", "first token", "landed", "verified", "committed"]
     assert [event for worker, event in events if worker == "prefill-0"] == [
         "ordered",
-        "computed",
+        "last layer",
+        "first token",
         "sent",
         "source freed",
     ]
     times = {event["event"]: event["ms"] for event in trace["events"]}
     assert times["arrived"] == 0 <= times["reserved"] <= times["ordered"] <= trace["pushes"][0]["ms"]
-    assert trace["pushes"][-1]["ms"] <= times["computed"] <= times["sent"] <= times["landed"] <= times["committed"]
-    assert trace["exposed_ms"] == pytest.approx(times["committed"] - trace["pushes"][-1]["ms"], abs=0.01)
+    assert trace["pushes"][-1]["ms"] == times["last layer"] < times["first token"]
+    assert times["last layer"] <= times["sent"] <= times["landed"] <= times["verified"] <= times["committed"]
+    assert trace["exposed_ms"] == pytest.approx(times["committed"] - times["last layer"], abs=0.01)
     assert trace["clock_error_ms"] == 0
+
+
+def test_the_metric_says_the_same(pair: Cluster) -> None:
+    """Times of all transfers so far, from the last layer to the commit."""
+    before = (
+        pair.metric("tandem_kv_transfer_exposed_seconds_sum"),
+        pair.metric("tandem_kv_transfer_exposed_seconds_count"),
+    )
+    (trace,) = traces(pair, complete(pair, [id + 50 for id in PROMPT]))
+    deadline = time.monotonic() + 5
+    while pair.metric("tandem_kv_transfer_exposed_seconds_count") == before[1]:
+        assert time.monotonic() < deadline
+    seconds = pair.metric("tandem_kv_transfer_exposed_seconds_sum") - before[0]
+    # The way of the word that all was sent is in one and not in the other.
+    assert 0 < seconds <= trace["exposed_ms"] / 1000 + 1e-3
 
 
 def test_choices_are_transfers_of_their_own_and_the_latest_needs_no_id(pair: Cluster) -> None:

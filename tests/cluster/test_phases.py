@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -104,6 +106,32 @@ def test_small_requests_do_not_take_the_room_that_a_large_one_waits_for(tmp_path
             for stream in streams:
                 stream.result()
         assert before_the_end
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
+
+
+def test_requests_wait_for_blocks_and_it_is_said(tmp_path: Path) -> None:
+    """A decode worker without blocks grants none: no prefill starts, and metrics, router and trace tell."""
+    options = ("--dummy-seed", "5", "--threads", "1", "--local-prefill-tokens", "0", "--kv-blocks", "40")
+    cluster = start_cluster(tmp_path / "up", *options, model=str(tiny_model(tmp_path / "tiny")))
+    try:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            # Each takes most of the pool, for as long as it decodes.
+            streams = [pool.submit(ask, cluster, [1000 * n + 10 + i for i in range(500)], 100) for n in range(3)]
+            wait_for(cluster, "tandem_kv_credits_waiting", 1, role="decode")
+            assert cluster.metric("tandem_prompt_tokens_total", source="computed", role="prefill") < 1500
+            wait_for(cluster, "tandem_router_workers_full", 1)
+            for stream in streams:
+                assert stream.result()["usage"]["completion_tokens"] == 100
+        assert cluster.metric("tandem_kv_credits_waiting") == 0
+        assert cluster.metric("tandem_kv_credit_wait_seconds_count") == 2
+        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") == 3
+        deadline = time.monotonic() + 5
+        while cluster.metric("tandem_router_workers_full"):
+            assert time.monotonic() < deadline
+        command = [sys.executable, "-m", "services.cli", "kv", "trace", "--url", cluster.url]
+        assert "waits for blocks" in subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
         cluster.wait_idle()
     finally:
         stop_cluster(cluster)

@@ -57,6 +57,14 @@ def test_ways(policy: str) -> None:
         assert decision.reason.startswith(policy)
 
 
+@pytest.mark.parametrize("policy", ALL_POLICIES)
+def test_full_workers_get_nothing_while_there_are_others(policy: str) -> None:
+    full = [replace(worker(name, cached=62), full=True) for name in "ab"]
+    for turn in range(8):
+        assert names(decide(*full, worker("c", decode=10_000), policy=policy, turn=turn)) == ("c", None)
+        assert names(decide(*full, policy=policy, turn=turn))[0] in "ab"
+
+
 def test_a_limit_of_zero_prefills_remotely_always() -> None:
     ask = replace(ASK, prompt_tokens=16)
     assert decide(worker("d", cached=1), worker("p", "prefill"), ask=ask, local=0).way is Way.REMOTE
