@@ -84,7 +84,7 @@ def up(
         int | None, typer.Option(help="Processes that share the model of each --aggregated worker.  [default: 1]")
     ] = None,
     dummy_seed: Annotated[int | None, typer.Option(help="Random weights from this seed, for benchmarks.")] = None,
-    connector: Annotated[str | None, typer.Option(help="auto, shared_memory, tcp or zmq.")] = None,
+    connector: Annotated[str | None, typer.Option(help="auto, shared_memory, tcp, zmq or gloo.")] = None,
     policy: Annotated[str | None, typer.Option(help="prefix, least_outstanding, round_robin or random.")] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Shorter uncached prompts are prefilled where they decode.")

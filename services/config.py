@@ -73,7 +73,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     max_waiting: int = 2048
     max_model_len: int = 0  # 0: the model's
     threads: int = 1  # compute threads
-    connector: Literal["auto", "shared_memory", "tcp", "zmq"] = "auto"
+    connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo"] = "auto"
     drain_seconds: float = 5.0
 
 

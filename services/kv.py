@@ -25,6 +25,7 @@ class Connector(StrEnum):
     shared_memory = "shared_memory"
     tcp = "tcp"
     zmq = "zmq"
+    gloo = "gloo"
 
 
 class Layout(StrEnum):
@@ -54,12 +55,12 @@ def bench(
     **µs** is the same for one layer of one block.
 
     **of limit** is the throughput as a share of the raw link's, which is measured in rounds that alternate with the
-    connector's: for shared memory a plain copy by one process into memory of the other; for TCP and ZMQ one socket over
+    connector's: for shared memory a plain copy by one process into memory of the other; for the others one socket over
     loopback that carries the same bytes between two processes, unpacked, unchecked, from and to one buffer. More than
     100 % is possible where several streams use several cores.
 
-    TCP runs with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without. A busy machine slows
-    connector and link alike; compare shares across runs, not GB/s.
+    TCP and gloo run with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without. A busy
+    machine slows connector and link alike; compare shares across runs, not GB/s.
 
     Examples:
 

@@ -34,6 +34,7 @@ from kv_transfer.bench.sender import (
     secure,
 )
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector
+from kv_transfer.connectors.distributed import DistributedReceiver
 from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedSegment
 from kv_transfer.connectors.tcp import TcpReceiver
 from kv_transfer.connectors.zmq_stream import ZmqReceiver
@@ -41,7 +42,7 @@ from kv_transfer.references import BlockRef
 
 # Blocks of a model of 8 billion parameters: 64 KiB a layer, 2 MiB a block.
 SPEC = KVCacheSpec(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-WAYS = ("shared_memory", "tcp", "zmq", "zmq plain")
+WAYS = ("shared_memory", "tcp", "zmq", "zmq plain", "gloo")
 _ROUNDS = 11
 _SMALL_ROUNDS = 101
 _INCARNATION = "b" * 32
@@ -231,6 +232,8 @@ class Transfers:
             return KVCache(SPEC, num_blocks, segment.buffer), SharedMemoryReceiver(segment, pool)
         cache = KVCache(SPEC, num_blocks)
         generation = self._generation.__getitem__
+        if way == "gloo":
+            return cache, DistributedReceiver(cache.tensor, pool, generation, "127.0.0.1", self._key)
         if way == "tcp":
             return cache, TcpReceiver(cache.tensor, pool, generation, "127.0.0.1", self._key)
         return cache, ZmqReceiver(cache.tensor, pool, generation, "127.0.0.1", secure(curve))

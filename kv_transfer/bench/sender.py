@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from kv_transfer.connectors.base import ConnectorError, SenderConnector
+from kv_transfer.connectors.distributed import DistributedSender
 from kv_transfer.connectors.shared_memory import SharedMemorySender
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import Secure, ZmqSender
@@ -29,7 +30,7 @@ class Open(msgspec.Struct, tag=True):
     description: bytes
     layout: str
     shape: list[int]
-    key: bytes  # of TCP streams
+    key: bytes  # of TCP streams, and of those that headers for gloo take
     curve: list[bytes]  # public and secret key of ZMQ sockets; empty: not encrypted
 
 
@@ -114,6 +115,8 @@ class _Sender:
                     self._connector.close()
                 if kind == "shared_memory":
                     self._connector = SharedMemorySender(description, layout)
+                elif kind == "gloo":
+                    self._connector = DistributedSender(description, layout, key, torch.device("cpu"))
                 elif kind == "tcp":
                     self._connector = TcpSender(description, layout, key)
                 else:

@@ -9,6 +9,8 @@ transfer is still expected. So a transfer is shut out by marking it, then passin
 is under way then, and none will follow.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import select
 import socket
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -60,7 +63,9 @@ class TcpDescription(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, eq=False)
-class _Expected(Expected):
+class StreamExpected(Expected):
+    """A transfer whose frames come on several streams."""
+
     next_sequence: dict[int, int] = field(default_factory=dict)  # by stream
     closed: bool = False  # set once: not a byte may be written any more
 
@@ -80,12 +85,12 @@ class TcpReceiver(FrameReceiver):
         self.counters = ConnectorCounters()
         self.pool = pool
         self.key = key
+        # [num_blocks, L, layer_bytes], a view
+        self.pages = tensor.flatten(2).view(torch.uint8)
         self._generation = generation
-        # All bytes of the pool, a view.
-        self._memory = tensor.view(-1).view(torch.uint8).numpy().data
         self._lock = threading.Lock()  # over everything below; held for moments only
-        self._expected: dict[str, _Expected] = {}
-        self._streams: dict[_Stream, threading.Thread] = {}
+        self._expected: dict[str, StreamExpected] = {}
+        self._streams: dict[ReceivingStream, threading.Thread] = {}
         self._closing = False
         self._listener = _listen(host, secret=bool(key))
         address = self._listener.getsockname()
@@ -101,7 +106,7 @@ class TcpReceiver(FrameReceiver):
         """Lets this transfer write these blocks."""
         self.finish(transfer_id)
         with self._lock:
-            self._expected[transfer_id] = _Expected(frozenset(ref.block_id for ref in blocks))
+            self._expected[transfer_id] = StreamExpected(frozenset(ref.block_id for ref in blocks))
 
     def finish(self, transfer_id: str) -> None:
         """Writes no more of this transfer."""
@@ -127,10 +132,13 @@ class TcpReceiver(FrameReceiver):
         for thread in threads:
             thread.join()
 
+    def _make_stream(self, connection: socket.socket) -> ReceivingStream:
+        return ReceivingStream(self, connection)
+
     # For the streams
 
-    def admit(self, header: Header) -> tuple[_Expected, list[memoryview]]:
-        """The transfer of a frame and the rows that its payload goes to. Raises Refused or StaleReference."""
+    def admit(self, header: Header) -> StreamExpected:
+        """The transfer of a frame, which may be written. Raises Refused or StaleReference."""
         pool = self.pool
         with self._lock:
             expected = self._expected.get(header.transfer_id)
@@ -147,16 +155,26 @@ class TcpReceiver(FrameReceiver):
                 expected.failure = str(error)
                 raise
             expected.next_sequence[header.stream] = due + 1
-        starts = [ref.block_id * pool.block_bytes + header.layer * pool.layer_bytes for ref in header.blocks]
-        return expected, [self._memory[start : start + pool.layer_bytes] for start in starts]
+        return expected
 
-    def landed(self, expected: _Expected, num_bytes: int) -> None:
+    @cached_property
+    def _memory(self) -> memoryview:
+        """All bytes of the pool, which lies on CPU."""
+        return self.pages.view(-1).numpy().data
+
+    def rows(self, header: Header) -> list[memoryview]:
+        """Where the payload of an admitted frame goes."""
+        pool = self.pool
+        starts = [ref.block_id * pool.block_bytes + header.layer * pool.layer_bytes for ref in header.blocks]
+        return [self._memory[start : start + pool.layer_bytes] for start in starts]
+
+    def landed(self, expected: StreamExpected, num_bytes: int) -> None:
         """A whole frame is in its rows."""
         with self._lock:
             expected.landed += num_bytes
             self.counters.bytes += num_bytes
 
-    def fail(self, expected: _Expected, reason: str) -> None:
+    def fail(self, expected: StreamExpected, reason: str) -> None:
         """The transfer has lost bytes."""
         with self._lock:
             expected.failure = expected.failure or reason
@@ -167,7 +185,7 @@ class TcpReceiver(FrameReceiver):
             self.counters.refuse(kind)
         log.warning("KV frame dropped", kind=kind, reason=reason)
 
-    def ended(self, stream: "_Stream") -> None:
+    def ended(self, stream: ReceivingStream) -> None:
         """The stream's thread ends."""
         with self._lock:
             self._streams.pop(stream, None)
@@ -186,13 +204,13 @@ class TcpReceiver(FrameReceiver):
                 if self._closing or len(self._streams) >= _MAX_CONNECTIONS:
                     connection.close()
                     continue
-                stream = _Stream(self, connection)
+                stream = self._make_stream(connection)
                 thread = threading.Thread(target=stream.run, name="kv-tcp-stream", daemon=True)
                 self._streams[stream] = thread
                 thread.start()
 
 
-class _Stream:
+class ReceivingStream:
     """One connection, from its handshake to its end, on a thread of its own."""
 
     _scratch = memoryview(bytearray(_SCRATCH_BYTES))  # of all streams: what is in it is never read
@@ -233,7 +251,11 @@ class _Stream:
                 log.info("KV stream lost", reason=str(error))
         finally:
             receiver.ended(self)
-            self._socket.close()
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Closes what belongs to the connection."""
+        self._socket.close()
 
     def _take_frame(self, seal: Seal) -> bool:
         """Takes one frame, or drops it. False: the stream ended between frames."""
@@ -251,16 +273,18 @@ class _Stream:
         if header.length > self._receiver.pool.num_blocks * self._receiver.pool.layer_bytes:
             raise Refused("malformed", f"a frame of {header.length} bytes is more than one layer of the pool")
         try:
-            expected, rows = self._receiver.admit(header)
+            expected = self._receiver.admit(header)
         except (Refused, StaleReference) as error:
             self._receiver.refuse(error.kind, str(error))
             self._drop(header.length)
         else:
-            self._land(header, expected, rows)
+            self._land(header, expected)
         return True
 
-    def _land(self, header: Header, expected: _Expected, rows: list[memoryview]) -> None:
+    def _land(self, header: Header, expected: StreamExpected) -> None:
+        """Takes the payload of an admitted frame. Raises OSError if it does not come."""
         receiver = self._receiver
+        rows = receiver.rows(header)
         try:
             received = self._fill(list(rows), expected)
         except OSError:
@@ -280,7 +304,7 @@ class _Stream:
             receiver.fail(expected, reason)
             receiver.refuse("checksum", reason)
 
-    def _fill(self, views: list[memoryview], expected: _Expected | None = None) -> int:
+    def _fill(self, views: list[memoryview], expected: StreamExpected | None = None) -> int:
         """Receives until `views` are full or `expected` is shut out; returns the bytes. Raises StreamLost."""
         total = first = 0
         while first < len(views):
@@ -306,6 +330,7 @@ class _Stream:
         return total
 
     def _drop(self, num_bytes: int) -> None:
+        """Takes a payload that is not wanted."""
         while num_bytes:
             num_bytes -= self._fill([self._scratch[: min(num_bytes, _SCRATCH_BYTES)]])
 

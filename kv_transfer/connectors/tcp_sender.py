@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -35,96 +34,23 @@ from kv_transfer.references import BlockRef
 
 NUM_STREAMS = 4
 _CONNECT_SECONDS = 1.0  # for all streams: time is left to choose another connector
-_FRAME_BYTES = 1 << 19  # and at least one row: what is copied is still in the cache when it is sent
 _RUN = 16  # blocks with neighbouring ids that go together
 
 
-class TcpSender(SenderConnector):
-    """Sends on streams that are connected at once. Raises ConnectorError if they cannot be, or on another layout."""
-
-    def __init__(self, description: bytes, layout: str, key: bytes) -> None:
-        try:
-            offer = msgspec.msgpack.decode(description, type=TcpDescription)
-        except msgspec.MsgspecError as error:
-            raise ConnectorError(f"malformed description of a TCP pool: {error}") from error
-        offer.pool.require_layout(layout)
-        if not is_loopback(offer.host) and not key:
-            raise ConnectorError(f"{offer.host} is another machine, so a cluster key is needed")
-        self.counters = ConnectorCounters()
-        self._pool = offer.pool
-        self._count_lock = threading.Lock()
-        self._streams: list[_Stream] = []
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        try:
-            for number in range(NUM_STREAMS):
-                self._streams.append(_Stream(number, offer, key, self._count, deadline))
-        except OSError as error:
-            self.close()
-            raise ConnectorError(f"cannot connect to {offer.host} port {offer.port}: {error}") from error
-
-    def push(
-        self,
-        transfer_id: str,
-        layer: int,
-        source: torch.Tensor,
-        source_blocks: Sequence[int],
-        blocks: Sequence[BlockRef],
-    ) -> int:
-        """Queues the frames."""
-        pool = self._pool
-        pool.check_push(layer, source, source_blocks, blocks)
-        # [num_blocks, layer_bytes], a view
-        rows: npt.NDArray[np.uint8] = source[:, layer].flatten(1).view(torch.uint8).numpy()
-        shares: dict[int, _Frame] = {}
-        most = max(1, min(MAX_BLOCKS, _FRAME_BYTES // pool.layer_bytes))
-        for source_block, ref in zip(source_blocks, blocks, strict=True):
-            number = (ref.block_id // _RUN + layer) % len(self._streams)
-            frame = shares.get(number)
-            if frame is None or len(frame.blocks) == most:
-                if frame is not None:
-                    self._streams[number].put(frame)
-                frame = shares[number] = _Frame(transfer_id, layer, rows, [], [])
-            frame.source_blocks.append(source_block)
-            frame.blocks.append(ref)
-        for number, frame in shares.items():
-            self._streams[number].put(frame)
-        return len(blocks) * pool.layer_bytes
-
-    def flush(self, transfer_id: str) -> None:
-        """Waits until everything pushed so far is with the kernel, as long as bytes go out."""
-        try:
-            for stream in self._streams:
-                stream.flush(transfer_id)
-        except ConnectorError:
-            self.stop(transfer_id)
-            raise
-
-    def stop(self, transfer_id: str) -> None:
-        """Drops what is queued; a frame under way was copied already."""
-        for stream in self._streams:
-            stream.stop(transfer_id)
-
-    def close(self) -> None:
-        """Drops what is queued and ends the streams."""
-        for stream in self._streams:
-            stream.close()
-
-    def _count(self, num_bytes: int) -> None:
-        with self._count_lock:
-            self.counters.bytes += num_bytes
-
-
 @dataclass(slots=True)
-class _Frame:
+class Frame:
+    """Rows of one layer that go out together."""
+
     transfer_id: str
     layer: int
-    rows: npt.NDArray[np.uint8]  # [num_blocks, layer_bytes] of the source
+    rows: torch.Tensor  # [num_blocks, layer_bytes] of the source, a view
     source_blocks: list[int]
     blocks: list[BlockRef]
+    ready: torch.cuda.Event | None = None  # when the rows are computed; None on CPU: they are
     dropped: bool = False
 
 
-class _Stream:
+class SendingStream:
     """One connection and the thread that sends on it; connects again after a loss, for transfers that come then."""
 
     def __init__(
@@ -135,8 +61,8 @@ class _Stream:
         self._key = key
         self._count = count
         self._changed = threading.Condition()
-        self._queue: deque[_Frame] = deque()
-        self._current: _Frame | None = None
+        self._queue: deque[Frame] = deque()
+        self._current: Frame | None = None
         self._copying = False  # the rows of the current frame
         self._sequences: dict[str, int] = {}  # of the next frame of each transfer
         self._failed: dict[str, str] = {}  # why transfers lost frames here
@@ -146,7 +72,7 @@ class _Stream:
         self._thread = threading.Thread(target=self._run, name="kv-tcp-send", daemon=True)
         self._thread.start()
 
-    def put(self, frame: _Frame) -> None:
+    def put(self, frame: Frame) -> None:
         """Queues a frame. Raises ConnectorError if its transfer has lost one."""
         with self._changed:
             if self._closing:
@@ -202,10 +128,9 @@ class _Stream:
                 self._send_frame(frame)
             except OSError as error:
                 self._lose(frame, str(error))
-        if self._socket is not None:
-            self._socket.close()
+        self._disconnect()
 
-    def _next(self) -> _Frame | None:
+    def _next(self) -> Frame | None:
         """The next frame, on a stream that stands; None: closing."""
         while True:
             with self._changed:
@@ -228,26 +153,40 @@ class _Stream:
             else:
                 return frame
 
-    def _send_frame(self, frame: _Frame) -> None:
+    def _send_frame(self, frame: Frame) -> None:
+        self._prepare(frame)
         with self._changed:
             if frame.dropped:
                 return
             sequence = self._sequences.get(frame.transfer_id, 0)
             self._sequences[frame.transfer_id] = sequence + 1
             self._copying = True
-        payload = np.empty((len(frame.blocks), frame.rows.shape[1]), np.uint8)
-        for place, block in enumerate(frame.source_blocks):
-            payload[place] = frame.rows[block]
+        payload = self._copy(frame)
         with self._changed:
             self._copying = False
             self._changed.notify_all()
-        data = payload.data.cast("B")
-        checksum = xxhash.xxh3_64_intdigest(data)
-        header = Header(
-            FORMAT, frame.transfer_id, self._number, sequence, frame.layer, frame.blocks, len(data), checksum
-        )
-        self._send([memoryview(self._seal.close(header)), data])
-        self._count(len(data))
+        length, checksum = payload.numel(), self._sum(payload)
+        header = Header(FORMAT, frame.transfer_id, self._number, sequence, frame.layer, frame.blocks, length, checksum)
+        self._ship(self._seal.close(header), payload)
+        self._count(length)
+
+    def _prepare(self, frame: Frame) -> None:
+        """Before the first frame on a connection: what it needs. Raises OSError."""
+
+    def _copy(self, frame: Frame) -> torch.Tensor:
+        """The payload [blocks * layer_bytes], uint8."""
+        rows = frame.rows.numpy()
+        payload = np.empty((len(frame.blocks), rows.shape[1]), np.uint8)
+        for place, block in enumerate(frame.source_blocks):
+            payload[place] = rows[block]
+        return torch.from_numpy(payload).view(-1)
+
+    def _sum(self, payload: torch.Tensor) -> int:
+        return xxhash.xxh3_64_intdigest(payload.numpy().data)
+
+    def _ship(self, header: bytes, payload: torch.Tensor) -> None:
+        """Sends a frame. Raises OSError."""
+        self._send([memoryview(header), payload.numpy().data])
 
     def _send(self, views: list[memoryview]) -> None:
         assert self._socket is not None
@@ -282,7 +221,7 @@ class _Stream:
             self._socket = connection
         return seal
 
-    def _lose(self, frame: _Frame, reason: str) -> None:
+    def _lose(self, frame: Frame, reason: str) -> None:
         """The stream is lost, with `frame` and all that is queued."""
         with self._changed:
             for lost in (frame, *self._queue):
@@ -296,9 +235,97 @@ class _Stream:
         for transfer_id in self._sequences:
             self._failed[transfer_id] = reason
         self._queue = deque(frame for frame in self._queue if frame.transfer_id not in self._failed)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Closes what belongs to the connection, if there is one."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+class TcpSender(SenderConnector):
+    """Sends on streams that are connected at once. Raises ConnectorError if they cannot be, or on another layout."""
+
+    _stream_type = SendingStream
+    _num_streams = NUM_STREAMS
+    _frame_bytes = 1 << 19  # and at least one row: what is copied is still in the cache when it is sent
+
+    def __init__(self, description: bytes, layout: str, key: bytes) -> None:
+        try:
+            offer = msgspec.msgpack.decode(description, type=TcpDescription)
+        except msgspec.MsgspecError as error:
+            raise ConnectorError(f"malformed description of a TCP pool: {error}") from error
+        offer.pool.require_layout(layout)
+        if not is_loopback(offer.host) and not key:
+            raise ConnectorError(f"{offer.host} is another machine, so a cluster key is needed")
+        self.counters = ConnectorCounters()
+        self._pool = offer.pool
+        self._count_lock = threading.Lock()
+        self._streams: list[SendingStream] = []
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        try:
+            for number in range(self._num_streams):
+                self._streams.append(self._stream_type(number, offer, key, self._count, deadline))
+        except OSError as error:
+            self.close()
+            raise ConnectorError(f"cannot connect to {offer.host} port {offer.port}: {error}") from error
+
+    def push(
+        self,
+        transfer_id: str,
+        layer: int,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> int:
+        """Queues the frames."""
+        pool = self._pool
+        pool.check_push(layer, source, source_blocks, blocks)
+        rows, ready = source[:, layer].flatten(1).view(torch.uint8), self._ready(source)
+        shares: dict[int, Frame] = {}
+        most = max(1, min(MAX_BLOCKS, self._frame_bytes // pool.layer_bytes))
+        for source_block, ref in zip(source_blocks, blocks, strict=True):
+            number = (ref.block_id // _RUN + layer) % len(self._streams)
+            frame = shares.get(number)
+            if frame is None or len(frame.blocks) == most:
+                if frame is not None:
+                    self._streams[number].put(frame)
+                frame = shares[number] = Frame(transfer_id, layer, rows, [], [], ready)
+            frame.source_blocks.append(source_block)
+            frame.blocks.append(ref)
+        for number, frame in shares.items():
+            self._streams[number].put(frame)
+        return len(blocks) * pool.layer_bytes
+
+    def _ready(self, source: torch.Tensor) -> torch.cuda.Event | None:
+        """When what was computed of `source` so far is there; None: it is. Raises ConnectorError if it is elsewhere."""
+        if not source.is_cpu:
+            raise ConnectorError(f"the KV cache lies on {source.device}, this connector sends from CPU memory")
+        return None
+
+    def flush(self, transfer_id: str) -> None:
+        """Waits until everything pushed so far is with the kernel, as long as bytes go out."""
+        try:
+            for stream in self._streams:
+                stream.flush(transfer_id)
+        except ConnectorError:
+            self.stop(transfer_id)
+            raise
+
+    def stop(self, transfer_id: str) -> None:
+        """Drops what is queued; a frame under way was copied already."""
+        for stream in self._streams:
+            stream.stop(transfer_id)
+
+    def close(self) -> None:
+        """Drops what is queued and ends the streams."""
+        for stream in self._streams:
+            stream.close()
+
+    def _count(self, num_bytes: int) -> None:
+        with self._count_lock:
+            self.counters.bytes += num_bytes
 
 
 def _ended(connection: socket.socket) -> bool:

@@ -50,7 +50,7 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Seal:
-    """Seals or opens the headers of one stream, in order."""
+    """Seals or opens what goes one way on one stream, in order."""
 
     def __init__(self, session_key: bytes) -> None:
         self._key = session_key
@@ -59,8 +59,15 @@ class Seal:
 
     def close(self, header: Header) -> bytes:
         """Prefix and header, ready to send."""
-        encoded = msgspec.msgpack.encode(header)
+        return self.close_bytes(msgspec.msgpack.encode(header))
+
+    def close_bytes(self, encoded: bytes) -> bytes:
+        """Prefix and these bytes, ready to send."""
         return _PREFIX.pack(len(encoded), self._mac(encoded)) + encoded
+
+    def back(self) -> "Seal":
+        """For the other way on this stream."""
+        return Seal(hmac.digest(self._key, b"back", "sha256"))
 
     def header_bytes(self, prefix: bytes | bytearray) -> int:
         """Bytes of the header that follows. Raises Refused if they are too many."""
@@ -71,8 +78,7 @@ class Seal:
 
     def open(self, prefix: bytes | bytearray, encoded: bytes | bytearray) -> Header:
         """The header. Raises Refused if it is not what the other side sent next, or no header."""
-        if not hmac.compare_digest(self._mac(encoded), _PREFIX.unpack(prefix)[1]):
-            raise Refused("malformed", "the header is not sealed with the key of this stream")
+        self.check(prefix, encoded)
         try:
             header = self._decoder.decode(encoded)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -82,6 +88,11 @@ class Seal:
         if len(header.blocks) > MAX_BLOCKS or not 0 <= header.stream < MAX_STREAMS or header.length < 0:
             raise Refused("malformed", f"{len(header.blocks)} blocks, {header.length} bytes on stream {header.stream}")
         return header
+
+    def check(self, prefix: bytes | bytearray, encoded: bytes | bytearray) -> None:
+        """Raises Refused if this is not what the other side sent next."""
+        if not hmac.compare_digest(self._mac(encoded), _PREFIX.unpack(prefix)[1]):
+            raise Refused("malformed", "the header is not sealed with the key of this stream")
 
     def _mac(self, encoded: bytes | bytearray) -> bytes:
         mac = hashlib.blake2b(self._num_frames.to_bytes(8, "little"), key=self._key, digest_size=_SEAL_BYTES)
@@ -93,24 +104,24 @@ class Seal:
 def greet_receiver(stream: socket.socket, key: bytes, incarnation: str, deadline: float) -> Seal:
     """The sender's half of the handshake. Raises StreamLost if the receiver lacks the key or is another one."""
     ours = secrets.token_bytes(_NONCE_BYTES)
-    _send(stream, _MAGIC + ours, deadline)
-    answer = _read(stream, _NONCE_BYTES + _PROOF_BYTES, deadline)
+    write(stream, _MAGIC + ours, deadline)
+    answer = read(stream, _NONCE_BYTES + _PROOF_BYTES, deadline)
     nonces = ours + answer[:_NONCE_BYTES]
     if not hmac.compare_digest(answer[_NONCE_BYTES:], _prove(key, b"receiver", incarnation, nonces)):
         raise StreamLost("the receiver has another cluster key, or is not the one it was")
-    _send(stream, _prove(key, b"sender", incarnation, nonces), deadline)
+    write(stream, _prove(key, b"sender", incarnation, nonces), deadline)
     return Seal(_prove(key, b"session", incarnation, nonces))
 
 
 def greet_sender(stream: socket.socket, key: bytes, incarnation: str, deadline: float) -> Seal:
     """The receiver's half of the handshake. Raises StreamLost if the sender lacks the key."""
-    greeting = _read(stream, len(_MAGIC) + _NONCE_BYTES, deadline)
+    greeting = read(stream, len(_MAGIC) + _NONCE_BYTES, deadline)
     if not greeting.startswith(_MAGIC):
         raise StreamLost("this is no stream of KV bytes")
     ours = secrets.token_bytes(_NONCE_BYTES)
     nonces = greeting[len(_MAGIC) :] + ours
-    _send(stream, ours + _prove(key, b"receiver", incarnation, nonces), deadline)
-    if not hmac.compare_digest(_read(stream, _PROOF_BYTES, deadline), _prove(key, b"sender", incarnation, nonces)):
+    write(stream, ours + _prove(key, b"receiver", incarnation, nonces), deadline)
+    if not hmac.compare_digest(read(stream, _PROOF_BYTES, deadline), _prove(key, b"sender", incarnation, nonces)):
         raise StreamLost("the sender has another cluster key")
     return Seal(_prove(key, b"session", incarnation, nonces))
 
@@ -135,12 +146,14 @@ def _prove(key: bytes, purpose: bytes, incarnation: str, nonces: bytes) -> bytes
     return hmac.digest(key, _MAGIC + purpose + b"\0" + incarnation.encode() + b"\0" + nonces, "sha256")
 
 
-def _send(stream: socket.socket, data: bytes, deadline: float) -> None:
+def write(stream: socket.socket, data: bytes, deadline: float) -> None:
+    """Sends all of it. Raises StreamLost or TimeoutError."""
     stream.settimeout(_left(deadline))
     stream.sendall(data)
 
 
-def _read(stream: socket.socket, size: int, deadline: float) -> bytes:
+def read(stream: socket.socket, size: int, deadline: float) -> bytes:
+    """Receives exactly `size` bytes. Raises StreamLost or TimeoutError."""
     data = bytearray()
     while len(data) < size:
         stream.settimeout(_left(deadline))

@@ -23,6 +23,7 @@ from engine.engine import Engine, EngineConfig, StepOutput
 from engine.hashing import test_vector
 from engine.memory import describe_cache
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
+from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
     SharedMemorySender,
@@ -194,19 +195,23 @@ class Worker:
             if self._segment is not None:
                 self._connectors.append(SharedMemoryReceiver(self._segment, pool))
             tensor, generation, host = engine.kv_cache.tensor, engine.generation, config.bind
-            streams: list[tuple[str, Callable[[], ReceiverConnector]]] = [
-                ("tcp", lambda: TcpReceiver(tensor, pool, generation, host, stream_key)),
-                ("zmq", lambda: ZmqReceiver(tensor, pool, generation, host, self._secure)),
-            ]
-            if not is_loopback(config.bind):
-                streams.reverse()  # what leaves the machine is encrypted unless somebody says otherwise
-            self._connectors += [make() for kind, make in streams if config.connector in ("auto", kind)]
+            streams: dict[str, Callable[[], ReceiverConnector]] = {
+                "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key),
+                "zmq": lambda: ZmqReceiver(tensor, pool, generation, host, self._secure),
+                "gloo": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
+            }
+            # What leaves the machine is encrypted, or at least sealed, unless somebody says otherwise.
+            order = ("tcp", "zmq", "gloo") if is_loopback(config.bind) else ("zmq", "tcp")
+            wanted = order if config.connector == "auto" else (config.connector,)
+            self._connectors += [streams[kind]() for kind in wanted if kind in streams]
 
         def open_connector(kind: str, description: bytes) -> SenderConnector:
             if kind == "shared_memory":
                 return SharedMemorySender(description, spec.layout)
             if kind == "tcp":
                 return TcpSender(description, spec.layout, stream_key)
+            if kind == "gloo":
+                return DistributedSender(description, spec.layout, stream_key, engine.kv_cache.tensor.device)
             if kind == "zmq":
                 return ZmqSender(description, spec.layout, self._secure)
             raise ConnectorError(f"the connector {kind!r} is not known here")

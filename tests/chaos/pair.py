@@ -20,6 +20,7 @@ from chaos.stream_proxy import StreamProxy, tcp_units, zmtp_units
 from engine.engine import StepOutput
 from kv_transfer.connectors import tcp_wire, zmq_stream
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
+from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
 from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
 from kv_transfer.connectors.tcp import TcpReceiver
 from kv_transfer.connectors.tcp_sender import TcpSender
@@ -161,6 +162,8 @@ class Decode(Worker):
         if kind == "shared_memory":
             assert self.segment is not None
             return SharedMemoryReceiver(self.segment, pool)
+        if kind == "gloo":
+            return DistributedReceiver(tensor, pool, generation, _HOST, b"")
         if kind == "zmq":
             return ZmqReceiver(tensor, pool, generation, _HOST, _insecure)
         return TcpReceiver(tensor, pool, generation, _HOST, b"")
@@ -299,6 +302,8 @@ class Pair:
     def _open_connector(self, kind: str, description: bytes) -> SenderConnector:
         if kind in self._others:
             layout = self.prefill.pool.layout
+            if kind == "gloo":
+                return DistributedSender(description, layout, b"", self.prefill.engine.kv_cache.tensor.device)
             return ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
         if kind != self.kind:
             raise ConnectorError("another kind is tested")

@@ -64,7 +64,9 @@ def aggregated_answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
         stop_cluster(aggregated)
 
 
-@pytest.mark.parametrize(("connector", "count"), [("shared_memory", NUM_REQUESTS), ("tcp", 60), ("zmq", 60)])
+@pytest.mark.parametrize(
+    ("connector", "count"), [("shared_memory", NUM_REQUESTS), ("tcp", 60), ("zmq", 60), ("gloo", 60)]
+)
 def test_disaggregated_equals_aggregated(
     connector: str, count: int, aggregated_answers: Answers, tmp_path: Path
 ) -> None:

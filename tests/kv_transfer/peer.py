@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from kv_transfer.connectors.base import ConnectorError, SenderConnector
+from kv_transfer.connectors.distributed import DistributedSender
 from kv_transfer.connectors.shared_memory import SharedMemorySender, SharedSegment
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
@@ -41,6 +42,8 @@ def main() -> None:
         connector: SenderConnector
         if command.kind == "shared_memory":
             connector = SharedMemorySender(command.description, command.layout)
+        elif command.kind == "gloo":
+            connector = DistributedSender(command.description, command.layout, b"", torch.device("cpu"))
         elif command.kind == "tcp":
             connector = TcpSender(command.description, command.layout, b"")
         else:

@@ -27,6 +27,7 @@ def test_every_connector_and_layout_is_measured_beside_its_link(tmp_path: Path) 
             ("tcp", "socket"),
             ("zmq", "socket"),
             ("zmq plain", "socket"),
+            ("gloo", "socket"),
         )
     ]
     for result in report["results"]:

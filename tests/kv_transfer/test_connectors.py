@@ -22,6 +22,7 @@ from kv_transfer.connectors.base import (
     SenderConnector,
     SenderIdentity,
 )
+from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
 from kv_transfer.connectors.selection import Selection
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
@@ -36,7 +37,7 @@ from kv_transfer.references import BlockRef
 
 INCARNATION = "d" * 32
 SENDER = SenderIdentity("p" * 32, "", 0, 0)
-KINDS = ["shared_memory", "tcp", "zmq"]
+KINDS = ["shared_memory", "tcp", "zmq", "gloo"]
 
 
 def plain(socket: zmq.Socket[bytes], server: bool) -> None:
@@ -85,7 +86,9 @@ def make_pool(kind: str, num_blocks: int = 8, block_size: int = 4) -> Pool:
         return Pool(cache, SharedMemoryReceiver(segment, pool), generation, [segment])
     cache = KVCache(spec, num_blocks)
     receiver: ReceiverConnector
-    if kind == "tcp":
+    if kind == "gloo":
+        receiver = DistributedReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"")
+    elif kind == "tcp":
         receiver = TcpReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"")
     else:
         receiver = ZmqReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", plain)
@@ -111,6 +114,8 @@ def kind_of(pool: Pool) -> str:
 
 
 def open_offer(kind: str, description: bytes, layout: str) -> SenderConnector:
+    if kind == "gloo":
+        return DistributedSender(description, layout, b"", torch.device("cpu"))
     if kind == "tcp":
         return TcpSender(description, layout, b"")
     return ZmqSender(description, layout, plain) if kind == "zmq" else SharedMemorySender(description, layout)
@@ -270,7 +275,7 @@ def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
         bad += [
             {"address": address} for address in ("", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://127.0.0.1:x", 3)
         ]
-    elif kind == "tcp":
+    elif kind in ("tcp", "gloo"):
         bad += [{"host": host} for host in ("", "localhost", "192.0.2.1", "::ffff:192.0.2.1", "127.0.0.1:1", "/", 3)]
         bad += [{"port": port} for port in (0, -1, 1 << 16, "http", 1)]  # nobody listens on port 1
     else:

@@ -45,7 +45,7 @@ def landed(pair: Pair, kind: str) -> int:
     return int(pair.decode.metrics.transfer_bytes.labels(kind)._value.get())
 
 
-@pytest.mark.parametrize(("kind", "following"), [("tcp", "zmq"), ("zmq", "tcp")])
+@pytest.mark.parametrize(("kind", "following"), [("tcp", "zmq"), ("zmq", "tcp"), ("tcp", "gloo")])
 @pytest.mark.parametrize("fault", ["cut", "corrupt", "half-open"])
 async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, following: str, fault: str) -> None:
     """No prompt is computed twice."""
@@ -95,7 +95,7 @@ async def test_a_forced_connector_that_fails_says_so_and_no_other_is_used() -> N
         assert outcomes(pair)["recomputed"] and not landed(pair, "zmq") and not fallbacks(pair, "tcp", "zmq")
 
 
-@pytest.mark.parametrize(("kind", "others"), [("shared_memory", ["tcp", "zmq"]), ("tcp", ["zmq"]), ("zmq", ["tcp"])])
+@pytest.mark.parametrize(("kind", "others"), [("shared_memory", ["tcp", "zmq"]), ("tcp", ["zmq"]), ("zmq", ["gloo"])])
 async def test_random_faults_with_others_to_fall_back_to(
     kind: str, others: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

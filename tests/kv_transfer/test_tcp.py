@@ -328,7 +328,9 @@ def test_streams_that_say_nothing_delay_nobody_and_end(wire: Wire, monkeypatch: 
 def test_sender_to_a_stuck_receiver_gives_up_and_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver's streams shake hands and are never read."""
     monkeypatch.setattr(tcp_sender, "STUCK_SECONDS", 0.3)
-    monkeypatch.setattr(tcp._Stream, "_take_frame", lambda self, seal: time.sleep(0.01) or not self._receiver._closing)
+    monkeypatch.setattr(
+        tcp.ReceivingStream, "_take_frame", lambda self, seal: time.sleep(0.01) or not self._receiver._closing
+    )
     spec_rows = torch.zeros(64, 1, 1 << 18)  # 1 MiB a row
     pool = PoolDescription(D, 64, 1 << 20, 1 << 20, L)
     receiver = TcpReceiver(spec_rows, pool, lambda block: GENERATION, "127.0.0.1", b"")

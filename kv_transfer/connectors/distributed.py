@@ -1,0 +1,165 @@
+"""torch.distributed: KV bytes over gloo between CPUs, over NCCL between CUDA devices; a process group for each pair.
+
+Sealed headers come over a TCP stream, as for the `tcp` connector, whose books and rules hold here too; the payloads
+come as tensors over a process group that the two make when the first frame is due, and again after it was lost. A
+payload lands in memory beside the pool and is copied into its pages under the stream's lock, if its transfer is still
+expected then: so a transfer is shut out at once, whatever a hung group may do later.
+"""
+
+import socket
+from collections.abc import Callable
+
+import torch
+import xxhash
+
+from kv_transfer.connectors.base import Capabilities, ConnectorError, PoolDescription
+from kv_transfer.connectors.process_group import RECEIVER, SENDER, PairGroup, join, recorded
+from kv_transfer.connectors.tcp import ReceivingStream, StreamExpected, TcpReceiver
+from kv_transfer.connectors.tcp_sender import Frame, SendingStream, TcpSender
+from kv_transfer.connectors.tcp_wire import Header, Seal
+
+GLOO = Capabilities("gloo", cross_host=True, one_sided=False)
+NCCL = Capabilities("nccl", cross_host=True, one_sided=False)
+
+
+class DistributedReceiver(TcpReceiver):
+    """Receives into `tensor` [num_blocks, L, page, heads, 2 * dim], over gloo if it lies on CPU, else over NCCL."""
+
+    def __init__(
+        self, tensor: torch.Tensor, pool: PoolDescription, generation: Callable[[int], int], host: str, key: bytes
+    ) -> None:
+        self.capabilities = GLOO if tensor.is_cpu else NCCL
+        super().__init__(tensor, pool, generation, host, key)
+
+    def _make_stream(self, connection: socket.socket) -> ReceivingStream:
+        return _ReceivingPair(self, connection)
+
+
+class _ReceivingPair(ReceivingStream):
+    """One sender's stream and the group with it."""
+
+    _group: PairGroup | None = None
+    _staging = torch.empty(0, dtype=torch.uint8)
+
+    def _take_frame(self, seal: Seal) -> bool:
+        if self._group is not None:
+            return super()._take_frame(seal)
+        self._poll.poll()
+        if not self._socket.recv(1, socket.MSG_PEEK):
+            return False
+        self._group = join(self._socket, seal, RECEIVER, self._receiver.pages.device)
+        return True
+
+    def _land(self, header: Header, expected: StreamExpected) -> None:
+        receiver = self._receiver
+        try:
+            payload = self._receive(header.length)
+        except OSError as error:
+            receiver.fail(expected, f"the payload of a frame did not come: {error}")
+            raise
+        if payload.is_cpu and xxhash.xxh3_64_intdigest(payload.numpy().data) != header.checksum:
+            reason = "the payload was damaged on the way"
+            receiver.fail(expected, reason)
+            receiver.refuse("checksum", reason)
+            return
+        with self._lock:
+            if not expected.closed:
+                self._scatter(header, payload)
+                receiver.landed(expected, header.length)
+                return
+        receiver.refuse("unexpected", "the transfer ended in the middle of a frame")
+
+    def _drop(self, num_bytes: int) -> None:
+        self._receive(num_bytes)
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        if self._group is not None:
+            self._group.close()
+
+    def _receive(self, num_bytes: int) -> torch.Tensor:
+        """The next payload, in memory that is used again."""
+        assert self._group is not None
+        if len(self._staging) < num_bytes:
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._receiver.pages.device)
+        payload = self._staging[:num_bytes]
+        with self._group.work():
+            self._group.receive(payload)
+        self._group.finish()
+        return payload
+
+    def _scatter(self, header: Header, payload: torch.Tensor) -> None:
+        assert self._group is not None
+        pages, blocks = self._receiver.pages, [ref.block_id for ref in header.blocks]
+        rows = payload.view(len(blocks), -1)
+        if pages.is_cpu:  # copies by index are slower there
+            for row, block in zip(rows.numpy(), blocks, strict=True):
+                pages[block, header.layer].numpy()[:] = row
+            return
+        with self._group.work():
+            index = torch.tensor(blocks, device=pages.device)
+            _words(pages[:, header.layer]).index_copy_(0, index, _words(rows))
+        self._group.finish()
+
+
+class _SendingPair(SendingStream):
+    """The stream to a receiver and the group with it."""
+
+    _group: PairGroup | None = None
+    _staging = torch.empty(0, dtype=torch.uint8)
+
+    def _prepare(self, frame: Frame) -> None:
+        if self._group is None:
+            assert self._socket is not None
+            self._group = join(self._socket, self._seal, SENDER, frame.rows.device)
+
+    def _copy(self, frame: Frame) -> torch.Tensor:
+        assert self._group is not None
+        rows = _words(frame.rows)
+        num_bytes = len(frame.source_blocks) * frame.rows.shape[1]
+        if len(self._staging) < num_bytes:
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
+        payload = self._staging[:num_bytes]
+        with self._group.work(frame.ready):
+            index = torch.tensor(frame.source_blocks, device=rows.device)
+            torch.index_select(rows, 0, index, out=_words(payload.view(len(index), -1)))
+        self._group.finish()
+        return payload
+
+    def _sum(self, payload: torch.Tensor) -> int:
+        return super()._sum(payload) if payload.is_cpu else 0
+
+    def _ship(self, header: bytes, payload: torch.Tensor) -> None:
+        assert self._group is not None
+        self._send([memoryview(header)])
+        with self._group.work():
+            self._group.send(payload)
+        self._group.finish()
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class DistributedSender(TcpSender):
+    """Sends rows that lie on `device`. Raises ConnectorError as TcpSender does; a group is made with the first push."""
+
+    _stream_type = _SendingPair
+    _num_streams = 1
+    _frame_bytes = 4 << 20
+
+    def __init__(self, description: bytes, layout: str, key: bytes, device: torch.device) -> None:
+        self._device = device
+        super().__init__(description, layout, key)
+
+    def _ready(self, source: torch.Tensor) -> torch.cuda.Event | None:
+        if source.device != self._device:
+            raise ConnectorError(f"the KV cache lies on {source.device}, the connector is for {self._device}")
+        return None if source.is_cpu else recorded(source.device)
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    """[n, bytes], uint8, in the widest type that divides them: copied by index, each element is a step."""
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 and rows.stride(0) % 8 == 0 else rows
