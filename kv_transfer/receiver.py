@@ -38,9 +38,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """All bytes should be here: compare with these checksums, then call `verified`."""
+    """All bytes are sent: compare what lands with this, then call `verified`."""
 
-    checksums: list[int]
+    done: Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class ReceiverTransfer:
             case Done() if self.state is ReceiverState.ORDERED and message.turn == self.turn:
                 self.state = ReceiverState.VERIFYING
                 self.seconds_since_compute = message.seconds_since_compute
-                return [Verify(message.checksums)]
+                return [Verify(message)]
             case Failed():
                 return self._close(Recompute(message.reason))
             case AbortAck():

@@ -138,12 +138,14 @@ class SenderTransfer:
             return []
         return [Reply(Progress(self.transfer_id, num_bytes, layers))]
 
-    def pushed(self, checksums: list[int], now: float, seconds_since_compute: float = 0.0) -> list[SenderAction]:
+    def pushed(
+        self, checksums: list[int], num_bytes: int, now: float, seconds_since_compute: float = 0.0
+    ) -> list[SenderAction]:
         """The last byte is out."""
         if self.state is not SenderState.COMPUTING:
             return []
         self.state = SenderState.PUSHED
-        self._done = Done(self.transfer_id, checksums, self.turn, seconds_since_compute)
+        self._done = Done(self.transfer_id, checksums, num_bytes, self.turn, seconds_since_compute)
         self._resend_at = now + self.order.lease_seconds / 3
         return [Reply(self._done)]
 

@@ -36,8 +36,14 @@ class SenderTransfers:
         """Ids that would be refused."""
         return len(self._tombstones)
 
-    def on_message(self, peer: str, message: ToSender, now: float) -> tuple[SenderTransfer | None, list[SenderAction]]:
-        """Handles a message of the receiver `peer`; the transfer, if there is one, and what to do."""
+    def on_message(
+        self, peer: str, message: ToSender, now: float, refusal: str | None = None
+    ) -> tuple[SenderTransfer | None, list[SenderAction]]:
+        """Handles a message of the receiver `peer`; the transfer, if there is one, and what to do.
+
+        `refusal` says why no transfer may begin now. The order of one that is under way is a duplicate: to refuse it
+        would tell the receiver that nobody writes.
+        """
         key = (peer, message.transfer_id)
         if (transfer := self._transfers.get(key)) is not None:
             actions = transfer.on_message(message, now)
@@ -46,8 +52,10 @@ class SenderTransfers:
         match message:
             case Order() if key not in self._tombstones:
                 if len(self._transfers) >= self._max_transfers:
+                    refusal = "the prefill worker has too many transfers"
+                if refusal is not None:
                     self._bury(key, now)
-                    return None, [Reply(Failed(message.transfer_id, "the prefill worker has too many transfers"))]
+                    return None, [Reply(Failed(message.transfer_id, refusal))]
                 transfer = self._transfers[key] = SenderTransfer(message, now)
                 return transfer, transfer.start(now)
             case Order() | Abort():

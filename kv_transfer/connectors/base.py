@@ -1,7 +1,7 @@
 """What a connector is: a way to get KV bytes from the pages of one worker into the pages of another."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -36,10 +36,13 @@ class ConnectorCounters:
 
     bytes: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by kind: generation, range, checksum, malformed, ...
+    on_refuse: Callable[[str], None] | None = None  # told each kind as it comes, on any thread
 
     def refuse(self, kind: str) -> None:
         """Counts one message or push that was not written."""
         self.refused[kind] = self.refused.get(kind, 0) + 1
+        if self.on_refuse is not None:
+            self.on_refuse(kind)
 
 
 class PoolDescription(msgspec.Struct, frozen=True):

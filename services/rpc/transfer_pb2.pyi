@@ -184,14 +184,16 @@ class Progress(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("checksums", "turn", "seconds_since_compute")
+    __slots__ = ("checksums", "turn", "seconds_since_compute", "bytes")
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     turn: int
     seconds_since_compute: float
-    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., turn: _Optional[int] = ..., seconds_since_compute: _Optional[float] = ...) -> None: ...
+    bytes: int
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., turn: _Optional[int] = ..., seconds_since_compute: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason",)

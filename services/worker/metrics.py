@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.engine import EngineStats, StepOutput
 from engine.scheduler import Step
+from kv_transfer.connectors.base import ConnectorCounters
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -54,6 +55,12 @@ class WorkerMetrics:
             ["failed", "next"],
             registry=registry,
         )
+        self.refused_frames = Counter(
+            "tandem_kv_refused_frames",
+            "Frames and pushes of KV transfers that were damaged, stale or unexpected, and changed nothing",
+            ["connector", "kind"],
+            registry=registry,
+        )
         self.blocks = Gauge("tandem_kv_blocks", "KV blocks by state", ["state"], registry=registry)
         self.orphaned = Gauge(
             "tandem_kv_blocks_orphaned", "KV blocks held for no request and no transfer", registry=registry
@@ -63,8 +70,14 @@ class WorkerMetrics:
             self.prompt_tokens.labels(source)
         for kind in ("decode", "prefill", "mixed", "empty"):
             self.steps.labels(kind)
+        for kind in ("damaged", "unknown"):
+            self.refused_frames.labels("control", kind)
         for outcome in ("committed", "recomputed", "aborted"):
             self.transfers.labels(outcome)
+
+    def watch(self, connector: str, counters: ConnectorCounters) -> None:
+        """Exports what this end of a connector refuses."""
+        counters.on_refuse = lambda kind: self.refused_frames.labels(connector, kind).inc()
 
     def count_step(self, output: StepOutput) -> None:
         """Books one engine step."""

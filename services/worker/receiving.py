@@ -20,7 +20,7 @@ import xxhash
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
-from kv_transfer.messages import FirstToken, Order, Switch, ToSender
+from kv_transfer.messages import Done, FirstToken, Order, Switch, ToSender
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
 from services.rpc_server import make_channel
@@ -36,6 +36,7 @@ log = structlog.get_logger()
 _CONNECT_SECONDS = 2.0
 _LEASE_SECONDS = 5.0
 _LATE_BYTES_SECONDS = 3.0  # bytes of a two-sided connector may arrive after the word that they were sent
+_POLL_SECONDS = 0.001
 
 
 class LinkLost(Exception):
@@ -52,8 +53,14 @@ class Link:
     connector: str  # kind of the one that new transfers begin with
     sender: SenderIdentity
     outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None]  # None ends the stream
+    heard_at: float
     transfers: dict[str, Receiving] = field(default_factory=dict)
     reader: asyncio.Task[None] | None = None
+
+    def is_silent(self, now: float) -> bool:
+        """Whether nothing has come for a lease although transfers wait: who is alive answers renewals and aborts."""
+        waiting = [r.started for r in self.transfers.values() if r.machine.state is not rx.ReceiverState.VERIFYING]
+        return bool(waiting) and now - max(self.heard_at, min(waiting)) >= _LEASE_SECONDS
 
 
 @dataclass(slots=True)
@@ -98,6 +105,8 @@ class KvReceiver:
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}
         self._room = Room(engine, metrics)
+        for connector in connectors:
+            metrics.watch(connector.capabilities.kind, connector.counters)
 
     def start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
         """Has `prefill` compute the request's prompt; falls back to computing it here."""
@@ -125,6 +134,9 @@ class KvReceiver:
     def tick(self, now: float) -> None:
         """Leases, deadlines and fencing; several times a second."""
         self._room.freed()
+        for link in {id(receiving.link): receiving.link for receiving in self._transfers.values()}.values():
+            if not link.call.done() and link.is_silent(now):
+                self._end(link, "the prefill worker is silent")
         for receiving in list(self._transfers.values()):
             machine = receiving.machine
             self._carry_out(receiving, machine.on_tick(now))
@@ -159,10 +171,12 @@ class KvReceiver:
         engine = self._engine.engine
         timeline = self._timelines.open(key, prefill.incarnation, sends=False)
         timeline.mark("arrived")
+        reservation = None
         try:
-            link = await self._link(prefill)
+            await self._link(prefill)  # first: for a peer that is gone nobody has to make room
             timeline.mark("linked", prefill.name)
             reservation = await self._room.reserve(request, timeline)
+            link = await self._link(prefill)  # again: that may have taken long
         except asyncio.CancelledError:
             timeline.mark("aborted")
             raise
@@ -171,7 +185,7 @@ class KvReceiver:
             log.warning("prefill goes local", request=key, reason=reason)
             timeline.mark("recomputed", reason)
             self._metrics.transfers.labels("recomputed").inc()
-            await self._engine.call(lambda: engine.add(request))
+            await self._engine.call(partial(engine.recompute, key) if reservation else partial(engine.add, request))
             return
         blocks = [
             BlockRef(self._incarnation, block_id, generation)
@@ -214,15 +228,22 @@ class KvReceiver:
 
     async def _open(self, peer: router_pb2.Endpoint) -> Link:
         channel = make_channel(peer.address, self._key)
+        outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
         try:
-            link = await self._shake_hands(peer, channel)
+            link = await self._shake_hands(peer, channel, outbox)
         except BaseException:
+            outbox.put_nowait(None)
             await channel.close()
             raise
         link.reader = asyncio.get_running_loop().create_task(self._read(link))
         return link
 
-    async def _shake_hands(self, peer: router_pb2.Endpoint, channel: grpc.aio.Channel) -> Link:
+    async def _shake_hands(
+        self,
+        peer: router_pb2.Endpoint,
+        channel: grpc.aio.Channel,
+        outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None],
+    ) -> Link:
         hello = transfer_pb2.ReceiverHello(
             incarnation=self._incarnation,
             name=self._name,
@@ -233,7 +254,6 @@ class KvReceiver:
                 for connector in self._connectors.values()
             ],
         )
-        outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
         outbox.put_nowait(transfer_pb2.ReceiverFrame(hello=hello))
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -244,6 +264,7 @@ class KvReceiver:
             detail = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             raise LinkLost(f"{peer.name}: {detail}") from error
         except DamagedFrame as error:
+            self._metrics.refused_frames.labels("control", "damaged").inc()
             raise LinkLost(f"{peer.name}: {error}") from error
         if answered is None or not answered.incarnation:
             raise LinkLost(f"{peer.name} closed the stream in the handshake")
@@ -253,21 +274,34 @@ class KvReceiver:
             raise LinkLost(f"{peer.name} chose the connector {answered.connector!r}, which was not offered")
         sender = SenderIdentity(peer.incarnation, answered.boot_id, answered.pid, answered.start_ticks)
         log.info("linked", peer=peer.name, connector=answered.connector, reason=answered.reason)
-        return Link(peer, channel, call, answered.connector, sender, outbox)
+        return Link(peer, channel, call, answered.connector, sender, outbox, time.monotonic())
+
+    def _end(self, link: Link, reason: str) -> None:
+        """The stream is of no use any more: the next transfer opens another, and connectors with it."""
+        log.warning("link ends", peer=link.peer.name, reason=reason)
+        self._forget(link)
+        link.call.cancel()
+
+    def _forget(self, link: Link) -> None:
+        task = self._links.get(link.peer.incarnation)
+        if task is not None and task.done() and task.result() is link:
+            del self._links[link.peer.incarnation]
 
     async def _read(self, link: Link) -> None:
         reason = "the stream ended"
         try:
             async for frame in link.call:
+                link.heard_at = time.monotonic()
                 self._on_frame(link, opened(frame))
         except grpc.aio.AioRpcError as error:
             reason = error.details() or str(error.code())
         except DamagedFrame as error:
+            self._metrics.refused_frames.labels("control", "damaged").inc()
             reason = str(error)
         except asyncio.CancelledError:
             reason = "closed"
         log.info("link lost", peer=link.peer.name, reason=reason)
-        self._links.pop(link.peer.incarnation, None)
+        self._forget(link)
         link.outbox.put_nowait(None)
         now = time.monotonic()
         for receiving in list(link.transfers.values()):
@@ -281,6 +315,7 @@ class KvReceiver:
         if message is None:
             return
         if receiving is None:
+            self._metrics.refused_frames.labels("control", "unknown").inc()
             for answer in rx.answer_unknown(message):
                 self._send(link, answer.message)
             return
@@ -307,10 +342,10 @@ class KvReceiver:
             match action:
                 case rx.Send(message):
                     self._send(receiving.link, message)
-                case rx.Verify(checksums):
+                case rx.Verify(done):
                     receiving.landed_at = time.monotonic()
                     receiving.timeline.mark("landed")
-                    asyncio.get_running_loop().create_task(self._verify(receiving, checksums))
+                    asyncio.get_running_loop().create_task(self._verify(receiving, done))
                 case rx.Join(token_id, logprob, cached_tokens):
                     receiving.timeline.mark("verified")
                     handoff = partial(engine.commit_handoff, key, token_id, logprob, cached_tokens)
@@ -362,26 +397,32 @@ class KvReceiver:
         self._metrics.transfer_seconds.observe(now - receiving.started)
         self._metrics.exposed_seconds.observe(now - receiving.landed_at + receiving.machine.seconds_since_compute)
 
-    async def _verify(self, receiving: Receiving, checksums: list[int]) -> None:
-        """Compares what landed with what was sent, off the loop."""
-        cache = self._engine.engine.kv_cache
+    async def _verify(self, receiving: Receiving, done: Done) -> None:
+        """Waits for what was sent, shuts the writer out, and only then compares: what is right must stay right."""
+        machine, link, key = receiving.machine, receiving.link, receiving.machine.transfer_id
+        connector, cache = receiving.connector, self._engine.engine.kv_cache
+        late_at = time.monotonic() + _LATE_BYTES_SECONDS
+        while is_late := (landed := connector.bytes_landed(key)) is not None and landed < done.num_bytes:
+            gone = machine.state is not rx.ReceiverState.VERIFYING or connector.failure(key) is not None
+            if gone or time.monotonic() > late_at:
+                break
+            await asyncio.sleep(_POLL_SECONDS)
+        while not connector.fence(key, link.sender):
+            if machine.state is not rx.ReceiverState.VERIFYING:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
         blocks = [ref.block_id for ref in receiving.blocks]
 
         def matches() -> bool:
-            return len(checksums) == len(blocks) and all(
+            return len(done.checksums) == len(blocks) and all(
                 xxhash.xxh3_64_intdigest(cache.block_bytes_view(block)) == checksum
-                for block, checksum in zip(blocks, checksums, strict=True)
+                for block, checksum in zip(blocks, done.checksums, strict=True)
             )
 
-        deadline = time.monotonic() + _LATE_BYTES_SECONDS
         ok = await asyncio.to_thread(matches)
-        connector = receiving.connector
-        while not ok and not connector.capabilities.one_sided and time.monotonic() < deadline:
-            if connector.failure(receiving.machine.transfer_id) is not None:
-                break
-            await asyncio.sleep(0.005)
-            ok = await asyncio.to_thread(matches)
-        self._carry_out(receiving, receiving.machine.verified(ok, time.monotonic()))
+        self._carry_out(receiving, machine.verified(ok, time.monotonic()))
+        if is_late and time.monotonic() > late_at and machine.state is rx.ReceiverState.CLOSED:
+            self._end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")
 
 
 async def _frames(

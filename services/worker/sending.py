@@ -21,9 +21,9 @@ import xxhash
 from engine.request import Request, TokenOutput
 from engine.scheduler import Step
 from kv_transfer import sender as tx
-from kv_transfer.connectors.base import ConnectorError, PushRefused
+from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
 from kv_transfer.connectors.selection import Chosen, OpenConnector, Selection
-from kv_transfer.messages import Failed, Order
+from kv_transfer.messages import Order
 from kv_transfer.process_identity import identify
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
@@ -61,6 +61,7 @@ class Sending:
     computed_at: float = 0.0  # when the prompt's last layer was
     used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
     pushed_tokens: list[int] = field(default_factory=list)  # by layer: tokens that were pushed over `used`
+    num_bytes: int = 0  # pushed over `used`
 
     @property
     def order(self) -> Order:
@@ -109,11 +110,16 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self,
         request_iterator: AsyncIterator[transfer_pb2.ReceiverFrame],
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[transfer_pb2.SenderFrame]:
-        """Serves one decode worker until its stream ends."""
+    ) -> None:
+        """Serves one decode worker until its stream ends.
+
+        Writes instead of yielding: a generator whose stream was cancelled is ended by the garbage collector, some day.
+        """
         try:
             hello = opened(await anext(aiter(request_iterator))).hello
         except (DamagedFrame, StopAsyncIteration) as error:
+            if isinstance(error, DamagedFrame):
+                self._metrics.refused_frames.labels("control", "damaged").inc()
             await context.abort(grpc.StatusCode.DATA_LOSS, f"no handshake: {error}")
         if (hello.fingerprint, hello.layout) != (self._fingerprint, self._layout):
             await context.abort(
@@ -121,8 +127,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 f"model {hello.fingerprint}, blocks {hello.layout}: ours are {self._fingerprint}, {self._layout}",
             )
         try:
-            offers = [(offer.kind, offer.description) for offer in hello.offers]
-            selection = await asyncio.to_thread(Selection, offers, self._open_connector, self._forced)
+            selection = await self._select(hello)
         except ConnectorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         chosen = selection.current
@@ -138,11 +143,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             start_ticks=identity.start_ticks,
         )
         self._peers.append(peer)
-        yield sealed(transfer_pb2.SenderFrame(hello=answer))
         reader = self._loop.create_task(self._read(peer, request_iterator))
         try:
+            await context.write(sealed(transfer_pb2.SenderFrame(hello=answer)))
             while (frame := await peer.outbox.get()) is not None:
-                yield sealed(frame)
+                await context.write(sealed(frame))
         finally:
             reader.cancel()
             for sending in [s for s in self._sending.values() if s.peer is peer]:
@@ -151,6 +156,25 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 await asyncio.sleep(0.01)  # pushes end before their connector goes
             self._peers.remove(peer)
             await asyncio.to_thread(selection.close)
+
+    async def _select(self, hello: transfer_pb2.ReceiverHello) -> Selection:
+        """Opening takes time, and a stream that ends meanwhile must not leave open connectors behind."""
+        offers = [(offer.kind, offer.description) for offer in hello.offers]
+        opening = self._loop.create_task(asyncio.to_thread(Selection, offers, self._open, self._forced))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._close_opened)
+            raise
+
+    def _open(self, kind: str, description: bytes) -> SenderConnector:
+        connector = self._open_connector(kind, description)
+        self._metrics.watch(kind, connector.counters)
+        return connector
+
+    def _close_opened(self, opening: asyncio.Task[Selection]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            self._loop.run_in_executor(None, opening.result().close)
 
     def tick(self, now: float) -> None:
         """Leases, and connectors that nobody uses any more; several times a second."""
@@ -213,6 +237,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 destination = order.blocks[first - order.skip_blocks : last - order.skip_blocks]
                 cache = self._engine.engine.kv_cache.tensor
                 num_bytes = used.connector.push(order.transfer_id, layer, cache, block_ids[first:last], destination)
+                sending.num_bytes += num_bytes
                 sending.timeline.push(layer, end, computed, num_bytes)
             sending.pushed_tokens[layer] = end
         except ConnectorError as error:
@@ -253,7 +278,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if not is_over():
                 sending.timeline.mark("sent")
                 now = time.monotonic()
-                self._carry_out(sending, sending.machine.pushed(checksums, now, now - sending.computed_at))
+                pushed = sending.machine.pushed(checksums, sending.num_bytes, now, now - sending.computed_at)
+                self._carry_out(sending, pushed)
 
     # Connectors that fail
 
@@ -312,13 +338,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     def _use(self, sending: Sending) -> None:
         """Engine thread: from now on pushes go over the chosen connector, from the first token on."""
         sending.used = sending.chosen
-        sending.pushed_tokens = [0] * self._engine.engine.kv_cache.spec.num_layers
+        sending.pushed_tokens, sending.num_bytes = [0] * self._engine.engine.kv_cache.spec.num_layers, 0
 
     async def _read(self, peer: Peer, frames: AsyncIterator[transfer_pb2.ReceiverFrame]) -> None:
         try:
             async for frame in frames:
                 self._on_frame(peer, opened(frame))
         except DamagedFrame as error:
+            self._metrics.refused_frames.labels("control", "damaged").inc()
             log.warning("link ends", peer=peer.incarnation, reason=str(error))
         finally:
             peer.outbox.put_nowait(None)
@@ -327,14 +354,15 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         message = from_receiver_frame(frame)
         if message is None:
             return
-        if isinstance(message, Order) and (self.draining or self.asleep or message.transfer_id in self._sending):
-            reason = "the transfer is under way already"
-            if self.draining or self.asleep:
-                reason = f"the prefill worker is {'draining' if self.draining else 'asleep'}"
-            peer.outbox.put_nowait(to_sender_frame(Failed(message.transfer_id, reason)))
-            return
-        machine, actions = self._transfers.on_message(peer.incarnation, message, time.monotonic())
+        refusal = None
+        if self.draining or self.asleep:
+            refusal = f"the prefill worker is {'draining' if self.draining else 'asleep'}"
+        elif message.transfer_id in self._sending:
+            refusal = "another receiver's transfer has this id"
+        machine, actions = self._transfers.on_message(peer.incarnation, message, time.monotonic(), refusal)
         if machine is None:
+            if refusal is None:
+                self._metrics.refused_frames.labels("control", "unknown").inc()
             for action in actions:
                 if isinstance(action, tx.Reply):
                     peer.outbox.put_nowait(to_sender_frame(action.message))

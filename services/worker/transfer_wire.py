@@ -96,6 +96,7 @@ def to_sender_frame(message: m.ToReceiver) -> pb.SenderFrame:
             frame.progress.layers = message.layers
         case m.Done():
             frame.done.checksums.extend(message.checksums)
+            frame.done.bytes = message.num_bytes
             frame.done.turn = message.turn
             frame.done.seconds_since_compute = message.seconds_since_compute
         case m.Switch():
@@ -126,7 +127,7 @@ def from_sender_frame(frame: pb.SenderFrame) -> m.ToReceiver | None:
             return m.Progress(transfer_id, frame.progress.bytes, frame.progress.layers)
         case "done":
             done = frame.done
-            return m.Done(transfer_id, list(done.checksums), done.turn, done.seconds_since_compute)
+            return m.Done(transfer_id, list(done.checksums), done.bytes, done.turn, done.seconds_since_compute)
         case "switch":
             return m.Switch(transfer_id, frame.switch.turn, frame.switch.connector, frame.switch.reason)
         case "failed":

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-KINDS = ("delay", "cut", "half-open", "corrupt", "truncate", "duplicate", "reorder", "replay", "drop")
-HEAVY = ("cut", "half-open", "corrupt", "truncate")  # a stream that is damaged ends
+KINDS = ("delay", "cut", "half-open", "corrupt", "truncate", "duplicate", "reorder", "replay", "drop", "swallow")
+HEAVY = ("cut", "half-open", "corrupt", "truncate", "swallow")  # a stream that is damaged ends
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def everywhere() -> dict[str, Rates]:
     return {
         "order": control,
         "answer": control,
-        "bytes": Rates.of(0.03, 0.004, ("cut", "half-open")),
+        "bytes": Rates.of(0.03, 0.004, ("cut", "half-open", "swallow")),
         "push": Rates.of(0.02, 0.02),
         "verify": waits,
         "stop": waits,

@@ -17,23 +17,20 @@ Push = Callable[[], int]
 class FaultySender(SenderConnector):
     """Pushes through `inner`.
 
-    `flip(blocks, layer)` damages one bit of what was written, where that is possible; `later(seconds, call)` runs a
-    call on the engine thread. `present` gives a block's present generation and means: write as if there were no
-    references. That is the negative control, no writer of ours can do it.
+    `later(seconds, call)` runs a call on the engine thread. `present` gives a block's present generation and means:
+    write as if there were no references. That is the negative control, no writer of ours can do it.
     """
 
     def __init__(
         self,
         inner: SenderConnector,
         faults: Faults,
-        flip: Callable[[Sequence[BlockRef], int], None] | None,
         later: Callable[[float, Callable[[], None]], None],
         present: Callable[[int], int] | None,
     ) -> None:
         self.counters = inner.counters
         self._inner = inner
         self._faults = faults
-        self._flip = flip
         self._later = later
         self._present = present
         self._held: dict[str, Push] = {}  # pushes that change places with the next of their transfer
@@ -51,7 +48,12 @@ class FaultySender(SenderConnector):
         kind = self._faults.draw("push")
 
         def push() -> int:
-            return self._inner.push(transfer_id, layer, source, source_blocks, blocks)
+            if kind != "corrupt":
+                return self._inner.push(transfer_id, layer, source, source_blocks, blocks)
+            self._count(kind, transfer_id)
+            return self._inner.push(
+                transfer_id, layer, self._damaged(source, source_blocks), range(len(blocks)), blocks
+            )
 
         match kind:
             case "delay":
@@ -80,10 +82,7 @@ class FaultySender(SenderConnector):
                 self._count(kind, transfer_id)
             case "duplicate":
                 self._count(kind, transfer_id)
-                push()
-            case "corrupt" if self._flip is not None:
-                self._count(kind, transfer_id)
-                self._flip(blocks, layer)
+                num_bytes += push()
             case "replay":
                 copy = source[list(source_blocks)].clone()
                 seconds = self._faults.random.choice((0.05, 0.2, 0.6))
@@ -119,6 +118,13 @@ class FaultySender(SenderConnector):
                 self._inner.stop(transfer_id)
             except ConnectorError:
                 pass  # refused, as it should be once the transfer is over
+
+    def _damaged(self, source: torch.Tensor, source_blocks: Sequence[int]) -> torch.Tensor:
+        """These blocks of `source`, with one bit flipped in each layer: no checksum but that of the source tells."""
+        copy, dice = source[list(source_blocks)].clone(), self._faults.random
+        layers = copy.flatten(2).view(torch.uint8)[dice.randrange(len(source_blocks))]
+        layers[:, dice.randrange(layers.shape[1])] ^= 1 << dice.randrange(8)
+        return copy
 
     def _count(self, kind: str, transfer_id: str, place: str = "push") -> None:
         self._faults.count(place, kind, transfer_id)

@@ -22,10 +22,13 @@ class Flow:
         self._write = write
         self._transfer_of = transfer_of
         self._held: bytes | None = None  # changes places with the next unit
+        self._swallows = False
         self._late: set[asyncio.Task[None]] = set()
 
     async def pass_on(self, unit: bytes) -> None:
         """Raises Cut when the stream is to end here."""
+        if self._swallows:
+            return
         kind = self._faults.draw(self._place) if unit else None
         dice = self._faults.random
         match kind:
@@ -54,6 +57,9 @@ class Flow:
                 self._later(dice.choice((0.01, 0.1, 0.5, 2.0)), partial(self._replay, unit))
             case "drop":
                 self._count(kind, unit)
+            case "swallow":  # this unit and all that follow, for ever; the stream stays
+                self._count(kind, unit)
+                self._swallows = True
             case _:
                 await self._release(unit)
 
@@ -65,6 +71,8 @@ class Flow:
     async def _release(self, *units: bytes) -> None:
         """Writes the units, and then the one that was held back for them."""
         held, self._held = self._held, None
+        if self._swallows:
+            return
         for unit in units:
             await self._write(unit)
         if held is not None:
@@ -73,6 +81,8 @@ class Flow:
             await self._write(held)
 
     async def _replay(self, unit: bytes) -> None:
+        if self._swallows:
+            return
         await self._write(unit)
         self._count("replay", unit)
 

@@ -70,12 +70,12 @@ class Load:
                 await self._ask(f"q{self._number}")
 
         try:
-            clients = asyncio.gather(*(client() for _ in range(at_once)))
+            clients = asyncio.gather(*(client() for _ in range(at_once)), return_exceptions=True)
             crash = asyncio.create_task(pair.crashed.wait())
             await asyncio.wait((clients, crash), return_when=asyncio.FIRST_COMPLETED)
             pair.faults.quiet = True
             if not pair.crashes:
-                await clients
+                outcome.problems += [f"a client failed: {error!r}" for error in await clients if error is not None]
                 outcome.leftovers = await self.settled()
             clients.cancel()
             crash.cancel()
@@ -143,6 +143,10 @@ class Load:
         asked = self._asked[output.request_id]
         for index, token in enumerate(output.token_ids, output.index):
             if asked.expected[index] != token:
+                if not self.outcome.wrong_tokens:
+                    self.outcome.problems.append(
+                        f"{output.request_id}: token {index} is {token}, right is {asked.expected[index]}"
+                    )
                 self.outcome.wrong_tokens += 1
             asked.seen.add(index)
         if output.finish_reason is not None:

@@ -7,15 +7,26 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
+from typing import Any
 
 import structlog
 from chaos.faults import Faults, Rates, dice, everywhere
 from chaos.load import Load, Outcome
 from chaos.pair import CONNECTORS, Pair, short_waits, without_checksums
 
+_FAILURE = Path("chaos-failure.log")  # what the workers logged in a round that was not clean
 _ROUND = 500  # faults; then all is quiet and must be clean, and the next round has a new pair and seed
+
+
+_logged: deque[str] = deque(maxlen=20_000)
+
+
+def keep(logger: object, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    """What goes wrong is meant to: it is logged nowhere, but kept until the round turns out clean."""
+    _logged.append(f"{time.monotonic():.3f} {event}")
+    raise structlog.DropEvent
 
 
 async def one_round(connector: str, faults: Faults, *, requests: int = 1 << 30, fenced: bool = True) -> Outcome:
@@ -51,12 +62,17 @@ async def run(wanted: int, seed: int) -> tuple[Faults, Outcome, Counter[str], di
             all_faults.happened += faults.happened
             total.ends += outcome.ends
             total.wrong_tokens += outcome.wrong_tokens
-            total.problems += [f"{connector}, seed {seed}: {problem}" for problem in outcome.problems]
+            left = [f"{count} left: {what}" for what, count in outcome.leftovers.items() if count]
+            total.problems += [f"{connector}, seed {seed}: {problem}" for problem in outcome.problems + left]
             total.leftovers = {key: total.leftovers.get(key, 0) + n for key, n in outcome.leftovers.items()}
             print(
                 f"{all_faults.total} faults, {total.ends.total()} requests: {connector}, seed {seed}, {outcome}",
                 flush=True,
             )
+            if not outcome.clean:
+                _FAILURE.write_text("\n".join((*total.problems, *_logged)))
+                break
+            _logged.clear()
     return all_faults, total, by_connector, controls
 
 
@@ -98,7 +114,14 @@ socket, "push" the writer itself; "verify" and "stop" are steps slowed down so t
 By state of the receiver and of the sender. "before": the order has not arrived; "?": what was hit names no transfer.
 
 {table(faults.by(2, 3), ("receiver", "sender"))}
-"""
+{failures(total.problems)}"""
+
+
+def failures(problems: list[str]) -> str:
+    """Why the run is not clean, if it is not."""
+    if not problems:
+        return ""
+    return f"\n## It failed\n\nThe log of the round: `{_FAILURE}`.\n\n" + "".join(f"- {line}\n" for line in problems)
 
 
 def main() -> None:
@@ -107,14 +130,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=100)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    # What goes wrong is meant to, here.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    structlog.configure(processors=[keep])
     logging.disable(logging.ERROR)
     started = time.monotonic()
     faults, total, by_connector, controls = asyncio.run(run(options.faults, options.seed))
     text = page(faults, total, by_connector, controls, time.monotonic() - started)
     print(text)
-    print("\n".join(total.problems))
     if options.record is not None:
         options.record.write_text(text)
     sys.exit(0 if total.clean and all(controls.values()) else 1)

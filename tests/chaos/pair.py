@@ -25,7 +25,7 @@ from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMem
 from kv_transfer.connectors.tcp import TcpReceiver
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
-from kv_transfer.references import BlockRef
+from kv_transfer.messages import Done
 from services.process import new_incarnation
 from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
@@ -70,7 +70,7 @@ def without_checksums() -> Iterator[None]:
 
 
 OnCrash = Callable[[Exception], None]
-Verify = Callable[[Receiving, list[int]], Awaitable[None]]
+Verify = Callable[[Receiving, Done], Awaitable[None]]
 
 
 class Worker:
@@ -278,12 +278,12 @@ class Pair:
             self.decode.receiver.tick(loop.time())
             self.prefill.sender.tick(loop.time())
 
-    async def _slowly(self, verify: Verify, receiving: Receiving, checksums: list[int]) -> None:
+    async def _slowly(self, verify: Verify, receiving: Receiving, done: Done) -> None:
         """Verifies; at times so late that leases, repetitions, aborts and other faults come before."""
         if self.faults.draw("verify"):
             self.faults.count("verify", "delay", receiving.machine.transfer_id)
             await asyncio.sleep(self.faults.random.choice((0.02, 0.2, LEASE_SECONDS)))
-        await verify(receiving, checksums)
+        await verify(receiving, done)
 
     async def _put_between(self) -> None:
         """The stream proxy takes the place of the address in the connector's description."""
@@ -312,15 +312,9 @@ class Pair:
             memory = SharedMemorySender(description, layout)
             table = memory._generations
             present = None if self._fenced else lambda block: int(table[block])
-            return FaultySender(memory, self.faults, self._flip, self._later, present)
+            return FaultySender(memory, self.faults, self._later, present)
         inner = ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
-        return FaultySender(inner, self.faults, None, self._later, None)
-
-    def _flip(self, blocks: Sequence[BlockRef], layer: int) -> None:
-        dice, cache = self.faults.random, self.decode.engine.kv_cache
-        size = cache.spec.layer_bytes
-        page = cache.block_bytes_view(dice.choice(blocks).block_id)
-        page[layer * size + dice.randrange(size)] ^= 1 << dice.randrange(8)
+        return FaultySender(inner, self.faults, self._later, None)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         thread, loop = self.prefill.thread, self.prefill.thread._loop

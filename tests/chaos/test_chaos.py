@@ -2,19 +2,31 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import xxhash
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
 from chaos.pair import CONNECTORS, Pair, short_waits, without_checksums
+from prometheus_client import generate_latest
 
-from kv_transfer.connectors.base import PushRefused
+from engine.engine import Reservation
+from engine.request import Request
+from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
+from kv_transfer.connectors.tcp_sender import TcpSender
+from kv_transfer.connectors.zmq_stream import ZmqSender
+from kv_transfer.references import BlockRef
 from services.rpc import router_pb2
 from services.worker import receiving
+from services.worker.timelines import Timeline
 
 
 @contextlib.asynccontextmanager
@@ -93,9 +105,9 @@ async def test_a_damaged_frame_ends_the_link_and_changes_no_token(place: str) ->
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("place", ["order", "answer", "bytes"])
-@pytest.mark.parametrize("kind", ["half-open", "corrupt"])
+@pytest.mark.parametrize("kind", ["half-open", "corrupt", "swallow"])
 async def test_a_broken_link_heals_alone(connector: str, place: str, kind: str) -> None:
-    """After the last fault KV is transferred again, without a restart of anybody."""
+    """After the last fault KV is transferred again, without a restart of anybody. What is swallowed stays so."""
     if (connector, place) == ("shared_memory", "bytes"):
         pytest.skip("there is no stream")
     faults = Faults(dice(7), {place: Rates.only(kind, 0.5)})
@@ -159,3 +171,156 @@ async def test_the_first_token_does_not_wait_for_the_kv(lands: bool, monkeypatch
         outcome = await running
         assert outcome.clean and outcome.ends == {"ended": 1}, outcome
         assert transfers.labels("committed" if lands else "recomputed")._value.get() == 1
+
+
+async def test_the_same_order_twice_is_one_transfer() -> None:
+    """It must not be refused: the receiver would take that for the word that nobody writes."""
+    faults = Faults(dice(9), {"order": Rates.only("duplicate")})
+    async with linked("shared_memory", faults) as pair:
+        outcome = await Load(pair, abort_share=0).run(40)
+        committed = pair.decode.metrics.transfers.labels("committed")._value.get()
+    assert outcome.clean and committed == 40, outcome
+    assert faults.total >= 40
+
+
+class Rogue(SenderConnector):
+    """Remembers the last push and can do it again with other bytes, as the next frames of its transfer."""
+
+    def __init__(self, sender: SenderConnector) -> None:
+        assert isinstance(sender, FaultySender)
+        self.counters = sender.counters
+        self.wrote = 0
+        self._inner = sender._inner
+        self._last: tuple[str, int, torch.Tensor, Sequence[BlockRef]] | None = None
+        # Where sequence numbers are kept; without the next ones its frames would be taken for old ones.
+        self._ends: list[Any] = [self._inner] if isinstance(self._inner, ZmqSender) else []
+        if isinstance(self._inner, TcpSender):
+            self._ends = list(self._inner._streams)
+        self._next: list[dict[str, int]] = []
+
+    def push(
+        self,
+        transfer_id: str,
+        layer: int,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> int:
+        self._last = (transfer_id, layer, source[list(source_blocks)] + 1, blocks)
+        return self._inner.push(transfer_id, layer, source, source_blocks, blocks)
+
+    def write_again(self) -> None:
+        """Returns when the bytes are there, or would be."""
+        assert self._last is not None
+        transfer_id, layer, source, blocks = self._last
+        for end, sequences in zip(self._ends, self._next, strict=True):
+            end._sequences.update(sequences)
+        with contextlib.suppress(ConnectorError):
+            self._inner.push(transfer_id, layer, source, range(len(blocks)), blocks)
+            self.flush(transfer_id)
+        self.wrote += 1
+        time.sleep(0.02)
+
+    def flush(self, transfer_id: str) -> None:
+        while any(end._is_pending(transfer_id) for end in self._ends):
+            time.sleep(0.001)
+        self._next = [dict(end._sequences) for end in self._ends]
+        self._inner.flush(transfer_id)
+
+    def stop(self, transfer_id: str) -> None:
+        self._inner.stop(transfer_id)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_bytes_that_come_after_the_comparison_are_not_written(
+    connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that goes on after its Done, in the moment in which the receiver has found everything right."""
+    async with linked(connector, Faults(dice(10), {})) as pair:
+        rogues: list[Rogue] = []
+
+        def open_connector(kind: str, description: bytes) -> SenderConnector:
+            rogues.append(Rogue(pair._open_connector(kind, description)))
+            return rogues[-1]
+
+        def digest(data: memoryview) -> int:
+            found = xxhash.xxh3_64_intdigest(data)
+            rogues[-1].write_again()
+            return found
+
+        monkeypatch.setattr(pair.prefill.sender, "_open_connector", open_connector)
+        monkeypatch.setattr(receiving, "xxhash", SimpleNamespace(xxh3_64_intdigest=digest))
+        outcome = await Load(pair, abort_share=0).run(12, at_once=1)
+        committed = pair.decode.metrics.transfers.labels("committed")._value.get()
+    assert outcome.clean and committed == 12, outcome
+    assert rogues[-1].wrote >= 12
+
+
+async def test_a_link_that_breaks_while_its_request_waits_for_room_is_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked("shared_memory", Faults(dice(11), {})) as pair:
+        receiver, load = pair.decode.receiver, Load(pair, abort_share=0)
+        room = receiver._room.reserve
+
+        async def reserve(request: Request, timeline: Timeline) -> Reservation:
+            reservation = await room(request, timeline)
+            link = receiver._links[pair.prefill.incarnation].result()
+            link.call.cancel()
+            assert link.reader is not None
+            await link.reader
+            return reservation
+
+        monkeypatch.setattr(receiver._room, "reserve", reserve)
+        await load.submit("q0", "tcp://127.0.0.1:1")
+        assert not any((await load.settled()).values())
+        assert pair.decode.metrics.transfers.labels("committed")._value.get() == 1
+
+
+async def test_a_stream_that_ends_in_the_handshake_leaves_no_connector_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with linked("tcp", Faults(dice(12), {})) as pair:
+        opened: list[FaultySender] = []
+
+        def slowly(kind: str, description: bytes) -> SenderConnector:
+            time.sleep(0.1)
+            opened.append(pair._open_connector(kind, description))  # type: ignore[arg-type]
+            return opened[-1]
+
+        monkeypatch.setattr(pair.prefill.sender, "_open_connector", slowly)
+        tries = (0.02, 0.05, 0.1, 0.11, 0.12, 0.13)  # some while it is opened, some while the answer is on its way
+        for seconds in tries:
+            monkeypatch.setattr(receiving, "_CONNECT_SECONDS", seconds)
+            with contextlib.suppress(receiving.LinkLost):
+                link = await pair.decode.receiver._link(pair.endpoint)
+                link.call.cancel()
+                await asyncio.sleep(0.05)
+        ends = time.monotonic() + 5
+        while len(opened) < len(tries) or not all(sender._closed for sender in opened):
+            assert time.monotonic() < ends, [sender._closed for sender in opened]
+            await asyncio.sleep(0.01)
+
+
+async def test_what_is_damaged_or_stale_is_counted_by_kind() -> None:
+    """In the worker's metrics."""
+    rates = Rates({"duplicate": 0.2, "replay": 0.2, "corrupt": 0.01})
+    faults = Faults(dice(13), {"order": rates, "answer": rates, "bytes": Rates.of(0.1, 0.02)})
+    async with linked("tcp", faults) as pair:
+        load, asked, ends = Load(pair), 0, time.monotonic() + 30
+        refused = pair.decode.connector.counters.refused
+        while True:
+            asked, faults.quiet = asked + 80, False
+            assert (await load.run(asked)).clean
+            texts = [generate_latest(worker.metrics.registry).decode() for worker in (pair.decode, pair.prefill)]
+            control = [
+                float(re.findall(f'tandem_kv_refused_frames_total{{connector="control",kind="{kind}"}} (.*)', text)[0])
+                for kind in ("damaged", "unknown")
+                for text in texts
+            ]
+            if all(control) and refused:
+                break
+            assert time.monotonic() < ends, (control, refused)
+    for kind, count in refused.items():
+        assert f'tandem_kv_refused_frames_total{{connector="tcp",kind="{kind}"}} {count}.0' in texts[0]

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.request import Request, SamplingParams
 from kv_transfer import receiver as rx
 from kv_transfer import sender as tx
-from kv_transfer.messages import Order
+from kv_transfer.messages import Done, Order
 from kv_transfer.references import BlockRef
 from kv_transfer.transfers import SenderTransfers
 
@@ -39,7 +39,7 @@ class Receiving:
     machine: rx.ReceiverTransfer
     blocks: list[BlockRef]
     stream: int
-    verifying: list[int] | None = None
+    verifying: Done | None = None
     verified: int = 0
     joins: int = 0
     outcomes: list[str] = field(default_factory=list)
@@ -98,9 +98,9 @@ class World(RuleBasedStateMachine):
                 case rx.Send(message):
                     if self.connected:
                         self.to_sender.append((self.now, message))
-                case rx.Verify(checksums):
+                case rx.Verify(done):
                     assert transfer.verifying is None, "verified twice"
-                    transfer.verifying = checksums
+                    transfer.verifying = done
                 case rx.Join():
                     transfer.joins += 1
                     transfer.outcomes.append("join")
@@ -267,7 +267,7 @@ class World(RuleBasedStateMachine):
             self.carry_out_tx(sending, sending.machine.failed("push failed"))
         elif sending.pushed == LAYERS and sending.machine.state is tx.SenderState.COMPUTING:
             self.carry_out_tx(sending, sending.machine.first_token(7, None, 0))
-            self.carry_out_tx(sending, sending.machine.pushed([1] * PER_TRANSFER, self.now))
+            self.carry_out_tx(sending, sending.machine.pushed([1] * PER_TRANSFER, 1, self.now))
         self.settle_sender()
 
     @precondition(lambda self: self.under_way())

@@ -33,10 +33,10 @@ def test_good_transfer_joins_once_and_frees_the_source() -> None:
     sender = tx.SenderTransfer(ORDER, 0)
     assert sender.start(0) == [tx.Reply(Accepted("r/0", LEASE)), tx.StartPrefill()]
     (first,) = sender.first_token(5, None, 16)
-    (done,) = sender.pushed([9], 1)
+    (done,) = sender.pushed([9], 1, 1)
     assert isinstance(first, tx.Reply) and isinstance(done, tx.Reply)
     assert receiver.on_message(first.message, 1) == []
-    assert receiver.on_message(done.message, 1) == [rx.Verify([9])]
+    assert receiver.on_message(done.message, 1) == [rx.Verify(Done("r/0", [9], 1))]
     assert receiver.on_message(done.message, 1) == []
     assert receiver.verified(True, 1) == [rx.Send(Commit("r/0")), rx.Join(5, None, 16)]
     assert receiver.verified(True, 1) == [] and receiver.on_message(done.message, 2) == []
@@ -48,7 +48,7 @@ def test_damaged_bytes_are_recomputed_and_told() -> None:
     receiver = rx.ReceiverTransfer(ORDER, deadline=100)
     receiver.start(0)
     receiver.on_message(FirstToken("r/0", 5, None, 0), 0)
-    receiver.on_message(Done("r/0", [9]), 0)
+    receiver.on_message(Done("r/0", [9], 1), 0)
     actions = receiver.verified(False, 0)
     assert [type(action) for action in actions] == [rx.Send, rx.Recompute]
     assert isinstance(actions[0], rx.Send) and isinstance(actions[0].message, Abort)
@@ -58,13 +58,13 @@ def test_prefill_worker_lost_after_its_last_byte_costs_nothing() -> None:
     receiver = rx.ReceiverTransfer(ORDER, deadline=100)
     receiver.start(0)
     receiver.on_message(FirstToken("r/0", 5, None, 0), 0)
-    receiver.on_message(Done("r/0", [9]), 0)
+    receiver.on_message(Done("r/0", [9], 1), 0)
     assert receiver.on_peer_lost(1) == []
     assert receiver.on_message(AbortAck("r/0"), 1) == [] and receiver.on_message(Failed("r/0", "x"), 1) == []
     assert rx.Join(5, None, 0) in receiver.verified(True, 1)
 
 
-@pytest.mark.parametrize("last", [AbortAck("r/0"), Failed("r/0", "x"), Done("r/0", [1])])
+@pytest.mark.parametrize("last", [AbortAck("r/0"), Failed("r/0", "x"), Done("r/0", [1], 1)])
 def test_blocks_stay_aside_until_the_writer_says_that_it_stopped(last: AbortAck | Failed | Done) -> None:
     receiver = rx.ReceiverTransfer(ORDER, deadline=100)
     receiver.start(0)
@@ -106,7 +106,7 @@ def test_silence_and_the_deadline_both_end_the_wait() -> None:
     assert isinstance(slow.on_tick(8)[0], rx.Detach)
     unverified = rx.ReceiverTransfer(ORDER, deadline=8)
     unverified.start(0)
-    unverified.on_message(Done("r/0", [1]), 1)
+    unverified.on_message(Done("r/0", [1], 1), 1)
     assert [type(action) for action in unverified.on_tick(8)] == [rx.Detach, rx.Send, rx.ReleaseBlocks]
 
 
@@ -128,7 +128,7 @@ def test_abort_is_acknowledged_only_after_the_push_stopped() -> None:
     sender.start(0)
     assert sender.on_message(Abort("r/0", "x"), 1) == [tx.StopPushing()]
     assert sender.on_message(Abort("r/0", "x"), 1) == [] and sender.on_tick(100) == []
-    assert sender.first_token(1, None, 0) == sender.pushed([1], 1) == sender.failed("x") == []
+    assert sender.first_token(1, None, 0) == sender.pushed([1], 1, 1) == sender.failed("x") == []
     assert sender.stopped() == [tx.Reply(AbortAck("r/0")), tx.Release()]
     assert sender.stopped() == []
     assert sender.on_message(Abort("r/0", "x"), 2) == [tx.Reply(AbortAck("r/0"))]
@@ -144,7 +144,7 @@ def test_no_lease_lasts_for_ever(lease: float) -> None:
 def test_commit_lost_is_asked_for_again() -> None:
     sender = tx.SenderTransfer(ORDER, 0)
     sender.first_token(5, None, 0)
-    sender.pushed([9], 0)
+    sender.pushed([9], 1, 0)
     assert sender.on_tick(0.1) == []
     messages = [action.message for action in sender.on_tick(2) if isinstance(action, tx.Reply)]
     assert [type(message) for message in messages] == [FirstToken, Done]
@@ -163,7 +163,7 @@ def test_ends_in_any_order_free_once(order: tuple[str, ...]) -> None:
     table = SenderTransfers()
     machine, _ = table.on_message("d0", ORDER, 0)
     assert machine is not None
-    machine.pushed([9], 0)
+    machine.pushed([9], 1, 0)
     released = 0
     for end in order:
         if end == "expiry":
