@@ -34,6 +34,7 @@ from services.worker.transfer_wire import DamagedFrame, from_sender_frame, opene
 log = structlog.get_logger()
 
 _CONNECT_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0  # after a handshake that failed: prompts are computed here meanwhile, without another try
 _LEASE_SECONDS = 5.0
 _LATE_BYTES_SECONDS = 3.0  # bytes of a two-sided connector may arrive after the word that they were sent
 _POLL_SECONDS = 0.001
@@ -102,6 +103,7 @@ class KvReceiver:
         self._metrics = metrics
         self._timelines = timelines
         self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
+        self._try_again_at: dict[str, float] = {}  # peers whose last handshake failed
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}
         self._room = Room(engine, metrics)
@@ -221,7 +223,8 @@ class KvReceiver:
     async def _link(self, peer: router_pb2.Endpoint) -> Link:
         """The stream to a peer; opened once per incarnation."""
         task = self._links.get(peer.incarnation)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+        failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+        if task is None or (failed and time.monotonic() >= self._try_again_at.get(peer.incarnation, 0.0)):
             task = asyncio.get_running_loop().create_task(self._open(peer))
             self._links[peer.incarnation] = task
         return await asyncio.shield(task)
@@ -233,8 +236,10 @@ class KvReceiver:
             link = await self._shake_hands(peer, channel, outbox)
         except BaseException:
             outbox.put_nowait(None)
+            self._try_again_at[peer.incarnation] = time.monotonic() + _PAUSE_SECONDS
             await channel.close()
             raise
+        self._try_again_at.pop(peer.incarnation, None)
         link.reader = asyncio.get_running_loop().create_task(self._read(link))
         return link
 

@@ -51,6 +51,7 @@ def short_waits() -> Iterator[None]:
     with (
         mock.patch.object(receiving, "_LEASE_SECONDS", LEASE_SECONDS),
         mock.patch.object(receiving, "_CONNECT_SECONDS", 1.0),
+        mock.patch.object(receiving, "_PAUSE_SECONDS", 0.0),
         mock.patch.object(receiving, "_LATE_BYTES_SECONDS", 0.5),
         mock.patch.object(zmq_stream, "_STUCK_SECONDS", 0.5),
         mock.patch.object(tcp_wire, "STUCK_SECONDS", 0.5),

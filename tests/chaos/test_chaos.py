@@ -5,6 +5,7 @@ import contextlib
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -324,3 +325,32 @@ async def test_what_is_damaged_or_stale_is_counted_by_kind() -> None:
             assert time.monotonic() < ends, (control, refused)
     for kind, count in refused.items():
         assert f'tandem_kv_refused_frames_total{{connector="tcp",kind="{kind}"}} {count}.0' in texts[0]
+
+
+async def test_a_peer_that_cannot_be_reached_is_not_tried_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One handshake fails; the prompts that come in the pause after it are computed here at once."""
+    hole = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = hole.sockets[0].getsockname()[1]
+    silent = router_pb2.Endpoint(name="silent", incarnation="e" * 32, address=f"127.0.0.1:{port}")
+    async with hole, linked("shared_memory", Faults(dice(10), {})) as pair:
+        monkeypatch.setattr(receiving, "_CONNECT_SECONDS", 0.3)
+        monkeypatch.setattr(receiving, "_PAUSE_SECONDS", 60.0)
+        receiver, tries = pair.decode.receiver, Counter[str]()
+        shake_hands = receiver._shake_hands
+
+        async def count(peer: router_pb2.Endpoint, *others: Any) -> receiving.Link:
+            tries[peer.name] += 1
+            return await shake_hands(peer, *others)
+
+        monkeypatch.setattr(receiver, "_shake_hands", count)
+        load = Load(pair, abort_share=0)
+        for number in range(5):
+            await load.submit(f"q{number}", "tcp://127.0.0.1:1", silent)
+            while pair.decode.service.admitted:
+                await asyncio.sleep(0.01)
+        assert tries["silent"] == 1
+        assert pair.decode.metrics.transfers.labels("recomputed")._value.get() == 5
+        receiver._try_again_at["e" * 32] = 0.0  # the pause is over
+        await load.submit("q5", "tcp://127.0.0.1:1", silent)
+        assert not any((await load.settled()).values())
+        assert tries["silent"] == 2
