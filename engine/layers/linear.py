@@ -17,7 +17,6 @@ from torch.nn import functional
 from engine.layers.norm import RMSNorm
 
 _LONGEST_NORMED = 8192  # columns; the kernel for one row holds a vector that it norms as a whole
-_FEW_ROWS = 32  # more are faster by the library
 _PACKING_BATCH = 32  # oneDNN chooses the packed format for about this many rows
 
 
@@ -48,7 +47,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[M, in_features] to [M, sum(parts)]."""
-        return self._of_few_rows(x) if _is_few_rows(x) else self._of_rows(x)
+        return self._of_few_rows(x) if self._takes_few(x) else self._of_rows(x)
 
     def of_normed(self, norm: RMSNorm, stream: torch.Tensor) -> torch.Tensor:
         """The product with the normed stream [M, in_features]."""
@@ -59,10 +58,14 @@ class Linear(nn.Module):
 
     def add_to(self, stream: torch.Tensor, x: torch.Tensor) -> None:
         """Adds the product with x [M, in_features] to the stream [M, sum(parts)], in place."""
-        if _is_few_rows(x):
+        if self._takes_few(x):
             self._of_few_rows(x, add_to=stream)
         else:
             self.format.add_product(self, stream, x)
+
+    def _takes_few(self, x: torch.Tensor) -> bool:
+        """Whether a kernel of ours is faster than the format's own product."""
+        return x.is_cuda and x.dtype != torch.float32 and x.shape[0] <= self.format.few_rows(x.device)
 
     def _of_few_rows(self, x: torch.Tensor, **fused: Any) -> torch.Tensor:
         """By kernels for weights of any format, which do in passing what stands before or after the product."""
@@ -102,6 +105,12 @@ class WeightFormat:
             ]
             linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
 
+    def few_rows(self, device: torch.device) -> int:
+        """Rows up to which a product on this CUDA device is one of our kernel's."""
+        from engine.kernels.few_rows import most_rows
+
+        return most_rows(device)
+
     def multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias, [M, in_features] to [M, out_features], in the type of x."""
         if linear.packed:
@@ -139,11 +148,6 @@ class WeightFormat:
 def _is_one_row(x: torch.Tensor) -> bool:
     """Whether that is the kernel for one row, which norms, too."""
     return x.is_cuda and x.shape[0] == 1 and x.dtype != torch.float32
-
-
-def _is_few_rows(x: torch.Tensor) -> bool:
-    """Whether a kernel of ours is faster than the device's library."""
-    return x.is_cuda and x.shape[0] <= _FEW_ROWS and x.dtype != torch.float32
 
 
 def _packs(dtype: torch.dtype) -> bool:

@@ -108,8 +108,16 @@ class TensorParallelGroup(Group):
         )
 
     def close(self) -> None:
-        """Ends the connections on CPU. On CUDA, where graphs may still hold them, they end with the process."""
-        if not self._cuda and dist.is_initialized():
+        """Ends the connections.
+
+        On CUDA nothing waits for the other ranks. Without that NCCL's threads would look for them when the process
+        ends, by a file that is gone then, until `_TIMEOUT`.
+        """
+        if not dist.is_initialized():
+            return
+        if self._cuda:
+            dist.distributed_c10d._abort_process_group()
+        else:
             dist.destroy_process_group()
 
     def add_product(self, stream: torch.Tensor, linear: Linear, x: torch.Tensor) -> None:

@@ -92,6 +92,7 @@ class LeadingGroup(TensorParallelGroup):
         if self._closing:
             return
         self._closing = True
+        super().close()
         os.close(self._lifeline)
         for process in self._processes:
             process.kill()  # it holds nothing that anybody needs
@@ -99,7 +100,6 @@ class LeadingGroup(TensorParallelGroup):
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.close()
-        super().close()
         self._directory.cleanup()
 
     def _write(self, process: "subprocess.Popen[bytes]", frame: bytes) -> None:

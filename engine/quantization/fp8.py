@@ -17,6 +17,10 @@ class Fp8(QuantisedFormat):
     dtype = torch.float8_e4m3fn
     multiple = 16  # what the library asks for
 
+    def few_rows(self, device: torch.device) -> int:
+        """See `WeightFormat.few_rows`. The library reads eight bits, too, and need not turn them into sixteen."""
+        return 16
+
     def pack(self, linear: Linear) -> None:
         """The weight is multiplied as it lies."""
 
