@@ -208,6 +208,8 @@ class SharedMemorySender(SenderConnector):
         destination = [ref.block_id for ref in blocks]
         byte = _transfer_byte(transfer_id)
         try:
+            if os.fstat(self._descriptor).st_size != self._size:  # beyond its end a write would kill this process
+                raise ConnectorError("the receiver's shared memory has another size than before")
             locked = _try_lock(self._descriptor, byte)
         except OSError as error:
             raise ConnectorError(f"the receiver's shared memory cannot be used any more: {error}") from error
@@ -244,7 +246,7 @@ class SharedMemorySender(SenderConnector):
     def _map(self, descriptor: int, token: bytes) -> None:
         pool = self._pool
         pool_bytes = pool.num_blocks * pool.block_bytes
-        size = _table_offset(pool_bytes) + 8 * pool.num_blocks
+        self._size = size = _table_offset(pool_bytes) + 8 * pool.num_blocks
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise ConnectorError("the receiver's shared memory has another size than it says")
