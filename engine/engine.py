@@ -112,7 +112,7 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         model_config = loaded.config
-        spec = KVCacheSpec.of(model_config, config.block_size, config.cache_dtype)
+        spec = KVCacheSpec.of(model_config, config.block_size, config.cache_dtype, scales=loaded.kv_scales)
         kv_memory = config.kv_memory or _KV_MEMORY
         num_blocks = config.num_blocks if config.num_blocks is not None else kv_memory // spec.block_bytes
         self.max_model_len = model_len(

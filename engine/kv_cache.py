@@ -5,6 +5,7 @@ can be moved to another worker without packing. Who owns which block is the busi
 """
 
 import mmap
+import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,20 +18,58 @@ class KVCacheError(ValueError):
     """The memory given for a KV cache does not fit it."""
 
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+)}  # fmt: skip
+_LAYOUT = re.compile(
+    r"layers=(?P<layers>\d{1,5}),tokens=(?P<tokens>\d{1,5}),kv_heads=(?P<heads>\d{1,5})"
+    rf",k\|v=(?P<dim>\d{{1,5}})\+(?P=dim),(?P<dtype>{'|'.join(_DTYPES)})"
+    r"(?:,ranks=(?P<ranks>\d{1,3}))?(?:,scales=(?P<scales>-?\d{1,3}:-?\d{1,3}(?:/-?\d{1,3}:-?\d{1,3})*))?"
+)
+
+
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Shape of one cache group: layers that keep the same number of heads for the same tokens."""
+    """Shape of one cache group: layers that keep the same number of heads for the same tokens.
+
+    Of a worker with several `ranks` it is the share of one; each has as many heads. `scales` are exponents of two, of
+    keys and values of each layer: what the model's keys and values are divided by in the cache; empty: all are 0.
+    """
 
     num_layers: int
     block_size: int  # tokens
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    ranks: int = 1
+    scales: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, model: ModelConfig, block_size: int, dtype: torch.dtype) -> "KVCacheSpec":
+    def of(
+        cls,
+        model: ModelConfig,
+        block_size: int,
+        dtype: torch.dtype,
+        ranks: int = 1,
+        scales: tuple[tuple[int, int], ...] = (),
+    ) -> "KVCacheSpec":
         """For a model, or for the share of it that one rank has."""
-        return cls(model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype)
+        return cls(model.num_layers, block_size, model.num_kv_heads, model.head_dim, dtype, ranks, scales)
+
+    @classmethod
+    def parse(cls, layout: str) -> "KVCacheSpec":
+        """The spec that `layout` names. Raises KVCacheError for what names none."""
+        found = _LAYOUT.fullmatch(layout)
+        if found is None:
+            raise KVCacheError(f"{layout[:200]!r} is no layout of KV blocks")
+        layers, tokens, heads, dim, ranks = (
+            int(found[name] or 1) for name in ("layers", "tokens", "heads", "dim", "ranks")
+        )
+        pairs = (pair.split(":") for pair in (found["scales"] or "").split("/") if pair)
+        scales = tuple((int(key), int(value)) for key, value in pairs)
+        if not min(layers, tokens, heads, dim, ranks) or (scales and len(scales) != layers):
+            raise KVCacheError(f"{layout[:200]!r} is no layout of KV blocks")
+        return cls(layers, tokens, heads, dim, _DTYPES[found["dtype"]], ranks, scales)
 
     @property
     def layer_bytes(self) -> int:
@@ -46,9 +85,11 @@ class KVCacheSpec:
     def layout(self) -> str:
         """Names everything that decides the bytes of a block: workers with equal layouts can exchange blocks."""
         dtype = str(self.dtype).removeprefix("torch.")
+        ranks = f",ranks={self.ranks}" if self.ranks > 1 else ""
+        scales = ",scales=" + "/".join(f"{key}:{value}" for key, value in self.scales) if self.scales else ""
         return (
             f"layers={self.num_layers},tokens={self.block_size},kv_heads={self.num_kv_heads}"
-            f",k|v={self.head_dim}+{self.head_dim},{dtype}"
+            f",k|v={self.head_dim}+{self.head_dim},{dtype}{ranks}{scales}"
         )
 
 

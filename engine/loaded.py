@@ -29,6 +29,7 @@ class LoadedModel:
     elsewhere: int  # bytes of the CUDA device that were in use before: by other processes, by the driver
     weights: int  # bytes of the CUDA device that the model took
     offload: Offload
+    kv_scales: tuple[tuple[int, int], ...] = ()  # of its KV cache, see KVCacheSpec
 
 
 def load(folder: Path, config: "EngineConfig", group: Group, progress: Progress) -> LoadedModel:
@@ -54,7 +55,7 @@ def load(folder: Path, config: "EngineConfig", group: Group, progress: Progress)
     identity = fingerprint(folder, config.dtype, config.quantization)
     if config.dummy_seed is not None:
         identity += f"-dummy-{config.dummy_seed}"
-    return LoadedModel(model, model_config, identity, group, elsewhere, weights, Offload(model))
+    return LoadedModel(model, model_config, identity, group, elsewhere, weights, Offload(model), model.kv_scales)
 
 
 def in_use(device: str) -> int:

@@ -12,7 +12,8 @@ from kv_transfer.references import BlockRef
 class Order(msgspec.Struct, frozen=True, tag=True):
     """Decode to prefill: compute this prompt and write its KV into these blocks.
 
-    `blocks[i]` is the destination of prompt block `skip_blocks + i`; the blocks before are cached at the receiver.
+    `blocks[i]` is the destination of prompt block `skip_blocks + i`; the blocks before are cached at the receiver. They
+    are blocks of the receiver's size, and where it has several ranks there is a page of each for every block, in turn.
     Bytes are taken from `connector`, until the writer asks for a switch.
     """
 
@@ -23,6 +24,11 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     reply_to: str
     lease_seconds: float
     connector: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is moved."""
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):

@@ -15,9 +15,20 @@ class Candidate:
     worker: str  # incarnation
     role: str
     outstanding: Outstanding
+    block_size: int  # tokens
     cached_blocks: int  # leading blocks of this request that it holds
     expected_blocks: int  # that it holds or will hold soon, by the requests under way there; not less than the former
     full: bool = False  # requests wait there for KV blocks
+
+    @property
+    def cached_tokens(self) -> int:
+        """Leading tokens of this request that it holds."""
+        return self.cached_blocks * self.block_size
+
+    @property
+    def expected_tokens(self) -> int:
+        """Leading tokens of this request that it holds or will hold soon."""
+        return self.expected_blocks * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +37,11 @@ class Ask:
 
     prompt_tokens: int
     max_tokens: int
-    block_size: int
     local_prefill_only: bool = False
 
-    def uncached(self, blocks: int) -> int:
-        """Prompt tokens left to compute where that many leading blocks are cached; the last one always."""
-        return max(1, self.prompt_tokens - blocks * self.block_size)
+    def uncached(self, cached_tokens: int) -> int:
+        """Prompt tokens left to compute where that many leading ones are cached; the last one always."""
+        return max(1, self.prompt_tokens - cached_tokens)
 
 
 class Way(Enum):
@@ -77,7 +87,7 @@ def _prefix(candidate: Candidate, ask: Ask) -> float:
     less than one that is prefilled before it, hence _KEPT.
     """
     load = candidate.outstanding
-    return load.prefill_tokens + _KEPT * load.decode_tokens + _OWN * ask.uncached(candidate.expected_blocks)
+    return load.prefill_tokens + _KEPT * load.decode_tokens + _OWN * ask.uncached(candidate.expected_tokens)
 
 
 def _random(candidate: Candidate, ask: Ask) -> float:
@@ -120,7 +130,7 @@ def place(
     decode = best(("decode", "aggregated"))
     if decode is None:
         raise NoWorker("no decode or aggregated worker is ready")
-    uncached = ask.uncached(decode.cached_blocks)  # what is still on its way there would be computed once more
+    uncached = ask.uncached(decode.cached_tokens)  # what is still on its way there would be computed once more
     chosen = f"{policy}: {decode.cached_blocks} blocks cached on the decode worker"
     if ask.local_prefill_only:
         return Decision(decode, None, Way.ASKED, f"{chosen}; local prefill asked for")

@@ -50,6 +50,12 @@ def up(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")] = False,
     config: ConfigFile = None,
+    prefill_setting: Annotated[
+        list[str] | None, typer.Option(help="Of prefill workers alone; repeatable.", metavar="NAME=VALUE")
+    ] = None,
+    decode_setting: Annotated[
+        list[str] | None, typer.Option(help="Of decode workers alone, as block_size=64.", metavar="NAME=VALUE")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.  [default: 16]")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of each worker, instead of --kv-memory.")] = None,
     kv_memory: Annotated[
@@ -100,6 +106,8 @@ def up(
       tandem up --prefill 1 --decode 2 --model ./Qwen3-0.6B --port 9000
 
       tandem up --aggregated 1
+
+      tandem up --decode-setting block_size=64 --decode-setting kv_dtype=fp8
     """
     from services.config import config_file
     from services.embedded_state import StateServerError
@@ -136,7 +144,8 @@ def up(
     )
     configure("warning", "console")  # the children speak for themselves
     given = {name: value for name, value in flags.items() if value is not None}
-    options = UpOptions(prefill, decode, aggregated, json, config or config_file(), given)
+    role_settings = {"prefill": prefill_setting or [], "decode": decode_setting or []}
+    options = UpOptions(prefill, decode, aggregated, json, config or config_file(), given, role_settings)
     with _told(StartFailed, StateServerError):
         run(start(options))
 

@@ -36,7 +36,7 @@ Change = Callable[[str, cluster_pb2.Member], None]  # ("joined" | "updated" | "l
 
 
 class ModelMismatch(Exception):
-    """This worker serves another model, or blocks of another kind, than the cluster."""
+    """This worker serves another model than the cluster."""
 
 
 class ClusterState:
@@ -135,7 +135,7 @@ class ClusterState:
         if isinstance(claimed, bytes) and claimed != mine:
             raise ModelMismatch(
                 f"this cluster serves {claimed.decode(errors='replace')}; this worker has {mine.decode()}. "
-                "Give it the same model, dtype and block size, or another --cluster name"
+                "Give it the same model, dtype and quantization, or another --cluster name"
             )
 
     async def _beat(self) -> None:
@@ -243,8 +243,5 @@ class ClusterState:
 
 
 def _identity(card: cluster_pb2.ModelCard) -> bytes:
-    """What must be equal for two workers to exchange KV."""
-    return (
-        f"model {card.name} fingerprint {card.fingerprint} blocks {card.layout} "
-        f"of {card.block_size} tokens, hash {card.hash_vector.hex()}"
-    ).encode()
+    """What must be equal for two workers to exchange KV; layouts of their blocks may differ (`kv_transfer.plan`)."""
+    return f"model {card.name} fingerprint {card.fingerprint} hash {card.hash_vector.hex()}".encode()

@@ -176,24 +176,29 @@ class RouterService(router_pb2_grpc.RouterServicer):
         excluded = set(request.exclude_incarnations)
         ready = (m for m in self._workers.values() if not m.draining and not m.asleep)
         members = [m for m in ready if m.incarnation not in excluded]
-        names = [m.incarnation for m in members]
-        cached = self._index.prefixes(request.block_hashes, names)
-        soon = self._index.prefixes_soon(request.block_hashes, names, self._expected)
+        chains = {chain.layout: chain.block_hashes for chain in request.chains}
+        cached: dict[str, int] = {}
+        soon: dict[str, int] = {}
+        for layout in {m.model.layout for m in members}:
+            names = [m.incarnation for m in members if m.model.layout == layout]
+            hashes = chains.get(layout, ())  # none: of a worker that the gateway did not know yet
+            cached |= self._index.prefixes(hashes, names)
+            soon |= self._index.prefixes_soon(hashes, names, self._expected)
         candidates = [
             Candidate(
-                m.incarnation,
-                m.role,
-                self._reservations.of(m.incarnation),
-                cached[name],
-                soon[name],
+                worker=m.incarnation,
+                role=m.role,
+                outstanding=self._reservations.of(m.incarnation),
+                block_size=m.model.block_size,
+                cached_blocks=cached[m.incarnation],
+                expected_blocks=soon[m.incarnation],
                 full=m.load.waiting_for_blocks > 0,
             )
-            for name, m in zip(names, members, strict=True)
+            for m in members
         ]
         ask = Ask(
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
-            block_size=members[0].model.block_size if members else 1,
             local_prefill_only=request.local_prefill_only,
         )
         self._turn += 1
@@ -233,7 +238,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision) -> None:
         now = time.monotonic()
         computing = decision.prefill or decision.decode
-        uncached = ask.uncached(computing.expected_blocks)
+        uncached = ask.uncached(computing.expected_tokens)
         self._reservations.reserve(
             request.request_id,
             request.attempt,
@@ -247,7 +252,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             ),
         )
         for worker in {decision.decode.worker, computing.worker}:
-            self._expected.expect(worker, request.block_hashes, now)
+            layout = self._workers[worker].model.layout
+            for chain in request.chains:
+                if chain.layout == layout:
+                    self._expected.expect(worker, chain.block_hashes, now)
         self.metrics.placements.labels(decision.way.value).inc()
 
     def _placement(self, decision: Decision) -> router_pb2.Placement:

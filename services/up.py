@@ -21,7 +21,16 @@ from rich.text import Text
 
 from engine.weights.resolve import DEFAULT_MODEL, model_name
 from services.cluster_state import LEASE_SECONDS, ClusterState
-from services.config import GatewayConfig, RouterConfig, WorkerConfig, given, is_unspecified, load
+from services.config import (
+    ClusterConfig,
+    ConfigError,
+    GatewayConfig,
+    RouterConfig,
+    WorkerConfig,
+    given,
+    is_unspecified,
+    load,
+)
 from services.embedded_state import EmbeddedState
 from services.prepare import StartFailed, prepare_model
 from services.process import available_cores, stop_signal
@@ -29,6 +38,7 @@ from services.running import RunningCluster, announced
 from services.supervisor import Child, Supervisor
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_WORKER_ROLES = ("prefill", "decode", "aggregated")
 _START_SECONDS = 300.0
 _START_ATTEMPTS = 5  # of a child that dies again and again
 
@@ -43,6 +53,7 @@ class UpOptions:
     json: bool = False
     config: Path | None = None
     flags: dict[str, Any] = field(default_factory=dict)  # settings of any role, by field name
+    role_settings: dict[str, list[str]] = field(default_factory=dict)  # NAME=VALUE, of workers of one role alone
 
 
 class Output:
@@ -88,7 +99,7 @@ async def up(options: UpOptions) -> None:
     stop = stop_signal()
     output = Output(options.json)
     roles = _roles(options)
-    settings = _settings(options, workers=len(roles) - 2)  # wrong settings fail before anything starts
+    settings, of_roles = _settings(options, roles)  # wrong settings fail before anything starts
     settings["port"] = _free_port(settings["host"], settings["port"])
     model = settings["model"] or DEFAULT_MODEL
     folder = await prepare_model(model, output.event, stop)
@@ -101,7 +112,9 @@ async def up(options: UpOptions) -> None:
     try:
         if embedded is not None:
             settings["state"] = embedded.url
-        supervisor = Supervisor(_children(roles, _environment(settings, options.config)), output.event, output.line)
+        supervisor = Supervisor(
+            _children(roles, _environment(settings, options.config), of_roles), output.event, output.line
+        )
         running = RunningCluster(_url(settings), settings["cluster"], settings["state"], settings["cluster_key"])
         with announced(running):
             await _run(settings, supervisor, output, stop, strangers_may_join)
@@ -200,8 +213,12 @@ def _roles(options: UpOptions) -> list[str]:
     return ["router", "gateway"] + ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * options.aggregated
 
 
-def _settings(options: UpOptions, workers: int) -> dict[str, Any]:
-    """What the children are told by their environment: what `up` itself needs, and the flags. All is checked."""
+def _settings(options: UpOptions, roles: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What the children are told by their environment: what `up` itself needs, and the flags. All is checked.
+
+    Second, by role, what workers of one role alone are told.
+    """
+    of_roles = {role: _role_settings(role, texts) for role, texts in options.role_settings.items()}
     kinds = (GatewayConfig, RouterConfig, WorkerConfig)
     settings: dict[str, Any] = {}
     for kind in kinds:
@@ -213,9 +230,26 @@ def _settings(options: UpOptions, workers: int) -> dict[str, Any]:
             settings |= {name: getattr(config, name) for name in shared}
         if isinstance(config, WorkerConfig):
             set_by_user = "threads" in given(kind, flags, options.config)
-            computing = workers * config.tensor_parallel  # processes
+            configs = {
+                role: load(WorkerConfig, flags | of_roles.get(role, {}), options.config) for role in _WORKER_ROLES
+            }
+            computing = sum(configs[role].tensor_parallel for role in roles if role in configs)  # processes
             settings["threads"] = config.threads if set_by_user else max(1, available_cores() // computing)
-    return settings
+    return settings, of_roles
+
+
+def _role_settings(role: str, texts: list[str]) -> dict[str, str]:
+    """Settings of NAME=VALUE. Raises ConfigError."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.replace("-", "_")
+        if not equals or name not in WorkerConfig.__struct_fields__:
+            raise ConfigError(f"--{role}-setting {text}: write NAME=VALUE with a setting of workers, as block_size=32")
+        if name in ClusterConfig.__struct_fields__ or name in ("role", "model", "model_name"):
+            raise ConfigError(f"--{role}-setting {text}: all processes of a cluster have the same {name}")
+        found[name] = value
+    return found
 
 
 def _free_port(host: str, port: int) -> int:
@@ -243,14 +277,15 @@ def _environment(settings: dict[str, Any], file: Path | None) -> dict[str, str]:
     return environment
 
 
-def _children(roles: list[str], environment: dict[str, str]) -> list[Child]:
+def _children(roles: list[str], environment: dict[str, str], of_roles: dict[str, dict[str, Any]]) -> list[Child]:
     counts: dict[str, int] = {}
     children = []
     for role in roles:
         number = counts[role] = counts.get(role, -1) + 1
         name = role if role in ("router", "gateway") else f"{role}-{number}"
         command = [sys.executable, "-m", "services.cli", "serve", role]
-        children.append(Child(name, command, environment | {"TANDEM_NAME": name}))
+        own = {f"TANDEM_{setting.upper()}": str(value) for setting, value in of_roles.get(role, {}).items()}
+        children.append(Child(name, command, environment | own | {"TANDEM_NAME": name}))
     return children
 
 

@@ -134,6 +134,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size // group.size)
         self.rotary: Rotary | None = None
+        self.kv_scales: tuple[tuple[int, int], ...] = ()  # see KVCacheSpec
 
     def places(self) -> dict[str, Place]:
         """Checkpoint name of each weight to the part of our parameters that holds it, before `finish_loading`."""

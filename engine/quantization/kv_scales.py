@@ -32,12 +32,18 @@ class KVScales:
         return SharedScalePlace(self._scales[int(found[1]), "kv".index(found[3])], stored_shape=shape)
 
     def fold_into(self, model: Decoder) -> None:
-        """Changes loaded weights, before they are packed. Raises ModelError for a scale that is not positive."""
+        """Changes loaded weights, before they are packed, and notes in `model.kv_scales` by what.
+
+        Raises ModelError for a scale that is not positive.
+        """
+        exponents = []
         for number, (layer, scales) in enumerate(zip(model.layers, self._scales.flatten(1).tolist(), strict=True)):
             assert isinstance(layer, DecoderLayer)
             if not all(0 < scale < float("inf") for scale in scales):
                 raise ModelError(f"layer {number} has KV scales {scales}, which must be positive numbers")
-            key, value = (float(2 ** torch.tensor(scale).log2().ceil()) for scale in scales)
+            powers = tuple(int(torch.tensor(scale).log2().ceil()) for scale in scales)
+            exponents.append((powers[0], powers[1]))
+            key, value = (2.0**power for power in powers)
             attention = layer.attention
             queries, keys, _ = attention.qkv.parts
             if attention.norms is not None:  # what a factor before them does, they undo
@@ -48,6 +54,7 @@ class KVScales:
                 _multiply_rows(attention.qkv, slice(queries, queries + keys), 1 / key)
             _multiply_rows(attention.qkv, slice(queries + keys, None), 1 / value)
             _multiply_weight(attention.output, slice(None), value)
+        model.kv_scales = tuple(exponents) if any(map(any, exponents)) else ()
 
 
 def _multiply_rows(linear: Linear, rows: slice, factor: float) -> None:

@@ -64,9 +64,9 @@ class PoolDescription(msgspec.Struct, frozen=True):
         return self.block_bytes // self.layer_bytes
 
     def require_layout(self, layout: str) -> None:
-        """Raises ConnectorError unless the pool's blocks are laid out like those of a sender with `layout`."""
+        """Raises ConnectorError unless the pool's blocks have the layout that the sender pushes."""
         if self.layout != layout:
-            raise ConnectorError(f"the receiver's block layout is {self.layout}, ours {layout}: serve the same model")
+            raise ConnectorError(f"the receiver's block layout is {self.layout}, and {layout} would be pushed")
 
     def check_push(
         self, layer: int, source: torch.Tensor, source_blocks: Sequence[int], blocks: Sequence[BlockRef]

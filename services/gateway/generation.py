@@ -8,7 +8,6 @@ from functools import partial
 
 import msgspec
 
-from engine.hashing import root_hash
 from engine.text.tokenizer import Tokenizer
 from services.gateway.choice import Choice, Delta
 from services.gateway.formats import Format, Head
@@ -62,16 +61,10 @@ class Generation:
         self.choices: list[Choice] = []
         self._sequences: list[Sequence] = []
         options = plan.options
-        root = root_hash(
-            fingerprint=plan.card.fingerprint,
-            layout=plan.card.layout,
-            block_size=plan.card.block_size,
-            salt=plan.cache_salt,
-        )
         for index in range(len(plan.prompts) * options.n):
             prompt = plan.prompts[index // options.n]
             self.choices.append(Choice(index, tokenizer, options, prompt if options.echo else None))
-            spec = self._spec(index, prompt, root)
+            spec = self._spec(index, prompt)
             self._sequences.append(Sequence(spec, running.placements, running.tokens, partial(self._mark, index)))
 
     async def deltas(self) -> AsyncGenerator[list[tuple[Choice, Delta]]]:
@@ -128,7 +121,7 @@ class Generation:
         self._dirty[index] = None
         self._wake.set()
 
-    def _spec(self, index: int, prompt: list[int], root: bytes) -> SequenceSpec:
+    def _spec(self, index: int, prompt: list[int]) -> SequenceSpec:
         plan = self.plan
         options = plan.options
         fits = plan.room - len(prompt)
@@ -145,8 +138,7 @@ class Generation:
             model=plan.card.name,
             prompt_token_ids=prompt,
             sampling=sampling,
-            hash_root=root,
-            block_size=plan.card.block_size,
+            fingerprint=plan.card.fingerprint,
             cache_salt=plan.cache_salt,
             tenant=plan.tenant,
             priority=options.priority,

@@ -30,6 +30,7 @@ _NOTICE_SECONDS = 2.0  # abort and release
 _PROBE_SECONDS = 1.0
 _WAKING_SECONDS = 5
 _DECODING_ROLES = ("decode", "aggregated")
+_WORKER_ROLES = ("prefill", *_DECODING_ROLES)
 _TRY_AGAIN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -65,6 +66,12 @@ class Placements:
     def model(self) -> cluster_pb2.ModelCard | None:
         """What the cluster serves; still known when all workers are gone. None before the first one."""
         return self._card
+
+    @property
+    def layouts(self) -> set[tuple[str, int]]:
+        """(layout, tokens) of the KV blocks that workers keep; all that serve the cluster's model."""
+        cards = (member.model for member in self._state.members(*_WORKER_ROLES))
+        return {(card.layout, card.block_size) for card in cards if card.block_size}
 
     @property
     def ready(self) -> bool:

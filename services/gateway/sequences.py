@@ -15,7 +15,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from engine.hashing import block_hashes
+from engine.hashing import block_hashes, root_hash
 from engine.request import FinishReason, SamplingParams, TokenOutput
 from services.gateway.errors import ApiError, internal, timed_out, unavailable
 from services.gateway.placement import Placements, WorkerLost
@@ -35,8 +35,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    hash_root: bytes  # parent of the first block
-    block_size: int
+    fingerprint: str  # of the model
     cache_salt: str
     tenant: str
     priority: int
@@ -193,7 +192,7 @@ class Sequence:
         return router_pb2.PlaceRequest(
             request_id=spec.request_id,
             attempt=self.attempt,
-            block_hashes=block_hashes(ids, spec.block_size, spec.hash_root),
+            chains=[self._hash_chain(layout, block_size, ids) for layout, block_size in self._placements.layouts],
             prompt_tokens=len(ids),
             max_tokens=spec.sampling.max_tokens - len(self.output_token_ids),
             tenant=spec.tenant,
@@ -202,6 +201,12 @@ class Sequence:
             exclude_incarnations=self._excluded,
             model=spec.model,
         )
+
+    def _hash_chain(self, layout: str, block_size: int, ids: list[int]) -> router_pb2.HashChain:
+        root = root_hash(
+            fingerprint=self.spec.fingerprint, layout=layout, block_size=block_size, salt=self.spec.cache_salt
+        )
+        return router_pb2.HashChain(layout=layout, block_hashes=block_hashes(ids, block_size, root))
 
     def _submit_request(self, placement: router_pb2.Placement) -> worker_pb2.SubmitRequest:
         spec = self.spec

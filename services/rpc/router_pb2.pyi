@@ -7,10 +7,9 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "block_hashes", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model")
+    __slots__ = ("request_id", "attempt", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model", "chains")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -19,9 +18,9 @@ class PlaceRequest(_message.Message):
     LOCAL_PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     prompt_tokens: int
     max_tokens: int
     deadline_seconds: float
@@ -30,7 +29,16 @@ class PlaceRequest(_message.Message):
     local_prefill_only: bool
     exclude_incarnations: _containers.RepeatedScalarFieldContainer[str]
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ...) -> None: ...
+    chains: _containers.RepeatedCompositeFieldContainer[HashChain]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., chains: _Optional[_Iterable[_Union[HashChain, _Mapping]]] = ...) -> None: ...
+
+class HashChain(_message.Message):
+    __slots__ = ("layout", "block_hashes")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, layout: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Endpoint(_message.Message):
     __slots__ = ("name", "incarnation", "address")

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
-import xxhash
 
 from engine.request import Request, TokenOutput
 from engine.scheduler import Step
 from kv_transfer import sender as tx
 from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
-from kv_transfer.connectors.selection import Chosen, OpenConnector, Selection
+from kv_transfer.connectors.selection import Chosen, Selection
 from kv_transfer.messages import Order
+from kv_transfer.plan import PlanError, TransferPlan
 from kv_transfer.process_identity import identify
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
@@ -41,6 +42,7 @@ class Peer:
     """One decode worker and the stream from it."""
 
     incarnation: str
+    plan: TransferPlan
     selection: Selection
     outbox: asyncio.Queue[transfer_pb2.SenderFrame | None] = field(default_factory=asyncio.Queue)
     improving: asyncio.Task[None] | None = None  # tries a connector that had failed
@@ -78,7 +80,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         fingerprint: str,
         layout: str,
         engine: EngineThread,
-        open_connector: OpenConnector,
+        open_connector: Callable[[str, str, bytes], SenderConnector],
         tokens: TokenPublisher,
         forced_connector: str | None,
         metrics: WorkerMetrics,
@@ -121,18 +123,18 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if isinstance(error, DamagedFrame):
                 self._metrics.refused_frames.labels("control", "damaged").inc()
             await context.abort(grpc.StatusCode.DATA_LOSS, f"no handshake: {error}")
-        if (hello.fingerprint, hello.layout) != (self._fingerprint, self._layout):
+        if hello.fingerprint != self._fingerprint:
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"model {hello.fingerprint}, blocks {hello.layout}: ours are {self._fingerprint}, {self._layout}",
+                grpc.StatusCode.FAILED_PRECONDITION, f"model {hello.fingerprint}: ours is {self._fingerprint}"
             )
         try:
+            plan = TransferPlan(self._layout, hello.layout)
             selection = await self._select(hello)
-        except ConnectorError as error:
+        except (PlanError, ConnectorError) as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         chosen = selection.current
         log.info("linked", peer=hello.name, connector=chosen.kind, reason=chosen.reason)
-        peer = Peer(hello.incarnation, selection)
+        peer = Peer(hello.incarnation, plan, selection)
         identity = self._identity
         answer = transfer_pb2.SenderHello(
             incarnation=identity.incarnation,
@@ -160,15 +162,16 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     async def _select(self, hello: transfer_pb2.ReceiverHello) -> Selection:
         """Opening takes time, and a stream that ends meanwhile must not leave open connectors behind."""
         offers = [(offer.kind, offer.description) for offer in hello.offers]
-        opening = self._loop.create_task(asyncio.to_thread(Selection, offers, self._open, self._forced))
+        open_connector = partial(self._open, hello.layout)
+        opening = self._loop.create_task(asyncio.to_thread(Selection, offers, open_connector, self._forced))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(self._close_opened)
             raise
 
-    def _open(self, kind: str, description: bytes) -> SenderConnector:
-        connector = self._open_connector(kind, description)
+    def _open(self, layout: str, kind: str, description: bytes) -> SenderConnector:
+        connector = self._open_connector(layout, kind, description)
         self._metrics.watch(kind, connector.counters)
         return connector
 
@@ -226,18 +229,16 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def _push(self, sending: Sending, block_ids: list[int], layer: int, start: int, end: int, computed: float) -> None:
         """Engine thread: pushes the blocks of these tokens, of those that the receiver wants."""
-        size = self._engine.engine.kv_cache.spec.block_size
-        order, used = sending.order, sending.used
-        first = max(order.skip_blocks, start // size)
-        last = min(-(-end // size), order.skip_blocks + len(order.blocks))
+        order, plan, used = sending.order, sending.peer.plan, sending.used
         if used is None:
             return
+        pages = self._engine.engine.kv_cache.tensor
         try:
-            if first < last:
-                destination = order.blocks[first - order.skip_blocks : last - order.skip_blocks]
-                cache = self._engine.engine.kv_cache.tensor
-                num_bytes = used.connector.push(order.transfer_id, layer, cache, block_ids[first:last], destination)
-                sending.num_bytes += num_bytes
+            num_bytes = 0
+            for push in plan.pushes(pages, layer, block_ids, order, start, end):
+                num_bytes += used.connector.push(order.transfer_id, layer, push.source, push.source_rows, push.blocks)
+            sending.num_bytes += num_bytes
+            if num_bytes:
                 sending.timeline.push(layer, end, computed, num_bytes)
             sending.pushed_tokens[layer] = end
         except ConnectorError as error:
@@ -255,15 +256,15 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
         def push_rest() -> list[int]:
             blocks = engine.held_blocks(key)
-            total = len(sending.order.request.prompt_token_ids) + len(sending.order.request.output_token_ids)
+            total = sending.order.num_tokens
             for layer, pushed in enumerate(sending.pushed_tokens):
                 if pushed < total:
                     self._push(sending, blocks, layer, pushed, total, time.monotonic())
-            return blocks[sending.order.skip_blocks :]
+            return blocks
 
         def flush_and_sum(blocks: list[int]) -> list[int]:
             chosen.connector.flush(key)
-            return [xxhash.xxh3_64_intdigest(engine.kv_cache.block_bytes_view(block)) for block in blocks]
+            return sending.peer.plan.checksums(engine.kv_cache.tensor, blocks, sending.order)
 
         if is_over():
             return

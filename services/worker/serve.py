@@ -205,15 +205,15 @@ class Worker:
             wanted = order if config.connector == "auto" else (config.connector,)
             self._connectors += [streams[kind]() for kind in wanted if kind in streams]
 
-        def open_connector(kind: str, description: bytes) -> SenderConnector:
+        def open_connector(layout: str, kind: str, description: bytes) -> SenderConnector:
             if kind == "shared_memory":
-                return SharedMemorySender(description, spec.layout)
+                return SharedMemorySender(description, layout)
             if kind == "tcp":
-                return TcpSender(description, spec.layout, stream_key)
+                return TcpSender(description, layout, stream_key)
             if kind == "gloo":
-                return DistributedSender(description, spec.layout, stream_key, engine.kv_cache.tensor.device)
+                return DistributedSender(description, layout, stream_key, engine.kv_cache.tensor.device)
             if kind == "zmq":
-                return ZmqSender(description, spec.layout, self._secure)
+                return ZmqSender(description, layout, self._secure)
             raise ConnectorError(f"the connector {kind!r} is not known here")
 
         thread = EngineThread(engine, self._on_step, self._on_crash)

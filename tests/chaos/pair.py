@@ -18,6 +18,7 @@ from chaos.mock_engine import FINGERPRINT, MockEngine
 from chaos.stream_proxy import StreamProxy, tcp_units, zmtp_units
 
 from engine.engine import StepOutput
+from kv_transfer import plan
 from kv_transfer.connectors import tcp_wire, zmq_stream
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
@@ -29,7 +30,7 @@ from kv_transfer.messages import Done
 from services.process import new_incarnation
 from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
-from services.worker import receiving, sending
+from services.worker import receiving
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.metrics import WorkerMetrics
@@ -64,7 +65,7 @@ def without_checksums() -> Iterator[None]:
     """Negative control: all sums of KV bytes are equal."""
     blind = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
     with contextlib.ExitStack() as stack:
-        for module in (receiving, sending, zmq_stream):
+        for module in (receiving, plan, zmq_stream):
             assert module.xxhash is xxhash
             stack.enter_context(mock.patch.object(module, "xxhash", blind))
         yield
@@ -106,7 +107,7 @@ class Prefill(Worker):
     """Computes prompts; 2 ms a layer, so that there is a time in the middle."""
 
     def __init__(
-        self, open_connector: Callable[[str, bytes], SenderConnector], forced: str | None, on_crash: OnCrash
+        self, open_connector: Callable[[str, str, bytes], SenderConnector], forced: str | None, on_crash: OnCrash
     ) -> None:
         super().__init__(MockEngine(256, 0.002), on_crash)
         self.sender = KvSender(
@@ -300,15 +301,13 @@ class Pair:
         changed = msgspec.msgpack.encode(description)
         self.decode.connector.describe = lambda: changed  # type: ignore[method-assign]
 
-    def _open_connector(self, kind: str, description: bytes) -> SenderConnector:
+    def _open_connector(self, layout: str, kind: str, description: bytes) -> SenderConnector:
         if kind in self._others:
-            layout = self.prefill.pool.layout
             if kind == "gloo":
                 return DistributedSender(description, layout, b"", self.prefill.engine.kv_cache.tensor.device)
             return ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
         if kind != self.kind:
             raise ConnectorError("another kind is tested")
-        layout = self.prefill.pool.layout
         if kind == "shared_memory":
             memory = SharedMemorySender(description, layout)
             table = memory._generations

@@ -84,3 +84,31 @@ def test_disaggregated_equals_aggregated(
         stop_cluster(cluster)
     different = [number for number in range(count) if got[number] != aggregated_answers[number]]
     assert different == []
+
+
+@pytest.mark.parametrize(
+    ("connector", "prefill", "decode"),
+    [("shared_memory", 16, 5), ("shared_memory", 4, 32), ("tcp", 8, 24), ("zmq", 6, 4)],
+)
+def test_blocks_of_other_sizes(
+    connector: str, prefill: int, decode: int, aggregated_answers: Answers, tmp_path: Path
+) -> None:
+    """Each side keeps its cache, its hashes and its references by its own blocks; prefixes hit on both."""
+    count = 60
+    sizes = ("--prefill-setting", f"block_size={prefill}", "--decode-setting", f"block_size={decode}")
+    room = ("--prefill-setting", f"kv_blocks={900 // prefill}", "--decode-setting", f"kv_blocks={900 // decode}")
+    more = ("--max-batched-tokens", "40", "--local-prefill-tokens", "4", "--connector", connector)
+    model = str(tiny_model(tmp_path / "tiny"))
+    cluster = start_cluster(tmp_path / "d", *COMMON, *sizes, *room, *more, model=model)
+    try:
+        requests = mixed_requests(NUM_REQUESTS)[:count]
+        got = answers(cluster, requests) + answers(cluster, requests[:8])
+        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") > count / 2
+        assert cluster.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
+        assert cluster.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
+        assert cluster.metric("tandem_router_overlap_blocks_total", kind="predicted") > 0
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
+    expected = aggregated_answers[:count] + aggregated_answers[:8]
+    assert [number for number in range(count + 8) if got[number] != expected[number]] == []

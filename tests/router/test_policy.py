@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from router.policy import POLICIES, ROUND_ROBIN, Ask, Candidate, Decision, NoWorker, Way, place
 from router.reservations import Outstanding
 
-ASK = Ask(prompt_tokens=1000, max_tokens=100, block_size=16)
+ASK = Ask(prompt_tokens=1000, max_tokens=100)
 ALL_POLICIES = [*POLICIES, ROUND_ROBIN]
 
 
 def worker(
-    name: str, role: str = "decode", *, prefill: int = 0, decode: int = 0, cached: int = 0, soon: int = 0
+    name: str,
+    role: str = "decode",
+    *,
+    prefill: int = 0,
+    decode: int = 0,
+    cached: int = 0,
+    soon: int = 0,
+    size: int = 16,
 ) -> Candidate:
-    return Candidate(name, role, Outstanding(0, prefill, decode), cached, max(cached, soon))
+    return Candidate(name, role, Outstanding(0, prefill, decode), size, cached, max(cached, soon))
 
 
 def decide(*candidates: Candidate, ask: Ask = ASK, policy: str = "prefix", local: int = 32, turn: int = 0) -> Decision:
@@ -48,6 +55,8 @@ def test_ways(policy: str) -> None:
         (Way.SHORT, [worker("d", cached=61), prefill], ASK),  # 24 tokens are missing
         (Way.REMOTE, [worker("d", cached=60), prefill], ASK),  # 40
         (Way.REMOTE, [worker("d", soon=61), prefill], ASK),  # on its way, not there
+        (Way.SHORT, [worker("d", cached=244, size=4), prefill], ASK),  # small blocks: 24 tokens again
+        (Way.REMOTE, [worker("d", cached=244, size=2), prefill], ASK),
         (Way.AGGREGATED, [both, prefill], ASK),
     ]
     for way, candidates, ask in table:
@@ -138,7 +147,7 @@ CANDIDATES = st.lists(
 def test_what_holds_for_every_decision(
     candidates: list[Candidate], policy: str, tokens: int, local: bool, turn: int, seed: int
 ) -> None:
-    ask = Ask(tokens, 10, 16, local)
+    ask = Ask(tokens, 10, local)
 
     def once(order: list[Candidate]) -> Decision:
         return place(ask, order, policy=policy, local_prefill_tokens=32, turn=turn, rng=random.Random(seed))
@@ -162,5 +171,5 @@ def test_what_holds_for_every_decision(
 
 
 def test_one_token_is_always_left_to_compute() -> None:
-    assert ASK.uncached(62) == 8
-    assert ASK.uncached(63) == ASK.uncached(10**6) == 1
+    assert ASK.uncached(992) == 8
+    assert ASK.uncached(1008) == ASK.uncached(10**6) == 1

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 
 from services import logs
 from services.cli import app
+from services.config import ConfigError
 from services.embedded_state import StateServerError, find_server
 from services.supervisor import EXIT_CONFIGURATION
 from services.up import UpOptions, _settings
+from services.up import _children as _made
 
 TANDEM = [sys.executable, "-m", "services.cli"]
 
@@ -71,13 +73,41 @@ def test_up_obeys_flags_then_environment_then_file(tmp_path: Path, monkeypatch: 
     file.write_text('port = 9001\nthreads = 3\ncluster = "mine"\nmodel = "filed"\n')
     monkeypatch.setenv("TANDEM_THREADS", "4")
     monkeypatch.setenv("TANDEM_STATE", "redis://127.0.0.1:6390")
-    settings = _settings(UpOptions(config=file, flags={"model": "flagged"}), workers=2)
+    settings = _settings(UpOptions(config=file, flags={"model": "flagged"}), ["prefill", "decode"])[0]
     assert settings["port"] == 9001 and settings["threads"] == 4 and settings["cluster"] == "mine"
     assert settings["model"] == "flagged" and settings["state"] == "redis://127.0.0.1:6390"
     monkeypatch.delenv("TANDEM_THREADS")
     cores = len(os.sched_getaffinity(0))
-    assert 1 <= _settings(UpOptions(), workers=1)["threads"] <= cores
-    assert _settings(UpOptions(), workers=10 * cores)["threads"] == 1
+    assert 1 <= _settings(UpOptions(), ["decode"])[0]["threads"] <= cores
+    assert _settings(UpOptions(), ["decode"] * 10 * cores)[0]["threads"] == 1
+
+
+def test_settings_of_one_role() -> None:
+    options = UpOptions(flags={"block_size": 8}, role_settings={"decode": ["block_size=32", "kv-dtype=fp8"]})
+    settings, of_roles = _settings(options, ["prefill", "decode"])
+    assert settings["block_size"] == 8
+    assert of_roles == {"decode": {"block_size": "32", "kv_dtype": "fp8"}}
+    environments = {child.name: child.env for child in _made(["prefill", "decode"], {"X": "1"}, of_roles)}
+    assert environments["decode-0"] == {
+        "X": "1", "TANDEM_NAME": "decode-0", "TANDEM_BLOCK_SIZE": "32", "TANDEM_KV_DTYPE": "fp8"
+    }  # fmt: skip
+    assert environments["prefill-0"] == {"X": "1", "TANDEM_NAME": "prefill-0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("block_size", "write NAME=VALUE"),
+        ("blocks=3", "write NAME=VALUE with a setting of workers"),
+        ("model=other", "all processes of a cluster have the same model"),
+        ("cluster=other", "all processes of a cluster have the same cluster"),
+        ("block_size=0", "0 is less than 1"),
+        ("kv_dtype=fp7", "allowed: auto, fp8"),
+    ],
+)
+def test_wrong_settings_of_one_role(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _settings(UpOptions(role_settings={"prefill": [text]}), ["prefill", "decode"])
 
 
 def test_a_server_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

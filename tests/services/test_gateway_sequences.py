@@ -9,6 +9,7 @@ import grpc
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from engine.hashing import block_hashes, root_hash
 from engine.request import SamplingParams, TokenBatch, TokenOutput
 from services.cluster_state import ClusterState
 from services.embedded_state import EmbeddedState
@@ -108,8 +109,7 @@ class Setting:
             model="m",
             prompt_token_ids=list(range(40)),
             sampling=SamplingParams(max_tokens=len(OUTPUT), seed=5),
-            hash_root=b"root",
-            block_size=16,
+            fingerprint="f",
             cache_salt="",
             tenant="",
             priority=0,
@@ -136,6 +136,7 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
         if isinstance(part, Worker):
             member.incarnation, member.role = part.incarnation, "decode"
             member.model.name = "m"
+            member.model.layout, member.model.block_size = f"l{len(states)}", 16 * len(states)
         await state.register(member)
         states.append(state)
     state = ClusterState(embedded.url, "test")
@@ -173,8 +174,19 @@ async def test_all_goes_well() -> None:
         assert (sequence.finish_reason, sequence.failure) == ("length", None)
         assert taken(sequence) == sequence.output_token_ids == OUTPUT
         await eventually(lambda: all_.router.released == [0])
-        assert len(all_.router.placed[0].block_hashes) == 2
+        assert [(chain.layout, len(chain.block_hashes)) for chain in all_.router.placed[0].chains] == [("l1", 2)]
         assert all_.router.workers[0].aborted == []
+
+
+async def test_hashes_of_every_kind_of_blocks_that_workers_keep() -> None:
+    async with setting([finish], [finish]) as all_:
+        sequence = all_.sequence(cache_salt="s")
+        await sequence.run()
+        found = {chain.layout: list(chain.block_hashes) for chain in all_.router.placed[0].chains}
+        assert found == {
+            layout: block_hashes(range(40), size, root_hash(fingerprint="f", layout=layout, block_size=size, salt="s"))
+            for layout, size in (("l1", 16), ("l2", 32))
+        }
 
 
 async def test_first_token_comes_twice_and_finish_with_it() -> None:

@@ -49,7 +49,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             incarnation=incarnation,
             grpc_address=self.server.address,
             events_address=self.events.address,
-            model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE),
+            model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE, layout="l"),
         )
 
     async def CacheSnapshot(
@@ -113,7 +113,7 @@ class Cluster:
         self._number += 1
         request = router_pb2.PlaceRequest(
             request_id=f"r{self._number}",
-            block_hashes=hashes or [],
+            chains=[router_pb2.HashChain(layout="l", block_hashes=hashes or [])],
             prompt_tokens=160,
             max_tokens=10,
             deadline_seconds=9,
@@ -267,6 +267,47 @@ async def test_a_worker_that_is_back_is_not_expected_to_hold_what_it_lost() -> N
         assert await made.metric("tandem_router_overlap_blocks_total", kind="predicted") == 0
 
 
+async def test_each_worker_is_asked_for_hashes_of_its_own_blocks() -> None:
+    """A prefix of 96 tokens: six blocks here, three of twice the size there; the one with more cached is chosen."""
+    async with cluster() as made:
+        small, large = await made.join("a"), await made.join("b")
+        large.member.model.layout, large.member.model.block_size = "l2", 2 * BLOCK_SIZE
+        made.service.on_change("updated", large.member)
+        await made.followed(small)
+        ids = list(range(160))
+        chains = [
+            router_pb2.HashChain(layout="l", block_hashes=block_hashes(ids, BLOCK_SIZE, b"l")),
+            router_pb2.HashChain(layout="l2", block_hashes=block_hashes(ids, 2 * BLOCK_SIZE, b"l2")),
+        ]
+        number = 0
+
+        async def best(*excluded: str) -> tuple[str, int]:
+            nonlocal number
+            number += 1
+            placement = await made.router.Place(
+                router_pb2.PlaceRequest(
+                    request_id=f"q{number}", chains=chains, prompt_tokens=160, exclude_incarnations=excluded
+                ),
+                timeout=5,
+            )
+            await made.router.Release(router_pb2.ReleaseRequest(request_id=f"q{number}"))
+            return placement.decode.incarnation, placement.decode_cached_blocks
+
+        made.service._expected.expire(float("inf"))
+        small.store(list(chains[0].block_hashes[:5]))
+
+        async def known(worker: str, blocks: int) -> bool:
+            if worker == "b" and (await best("a"))[1] < blocks:
+                large.store([os.urandom(16)])  # events before the subscription are noticed by the next one
+            return await best(*{"a", "b"} - {worker}) == (worker, blocks)
+
+        await eventually(lambda: known("a", 5))
+        large.store(list(chains[1].block_hashes[:3]))
+        await eventually(lambda: known("b", 3))
+        made.service._expected.expire(float("inf"))
+        assert await best() == ("b", 3)  # 96 tokens against 80
+
+
 async def test_events_of_another_incarnation_are_not_the_worker_s() -> None:
     """Its port may be that of another process by now."""
     async with cluster() as made:
@@ -414,7 +455,9 @@ async def test_the_process_joins_the_cluster_places_and_leaves() -> None:
         await eventually(joined)
         channel = make_channel(view.members("router")[0].grpc_address, key)
         router = router_pb2_grpc.RouterStub(channel)
-        request = router_pb2.PlaceRequest(request_id="r", block_hashes=chain("x"), prompt_tokens=160)
+        request = router_pb2.PlaceRequest(
+            request_id="r", chains=[router_pb2.HashChain(layout="l", block_hashes=chain("x"))], prompt_tokens=160
+        )
 
         async def placed() -> bool:
             with contextlib.suppress(grpc.aio.AioRpcError):
