@@ -7,7 +7,6 @@ every wait ends by a deadline; any message may be late, doubled, reordered or lo
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 from engine.request import TokenLogprob
 from kv_transfer.messages import (
@@ -27,6 +26,7 @@ from kv_transfer.messages import (
     ToReceiver,
     ToSender,
 )
+from kv_transfer.states import RECEIVER, ReceiverEvent, ReceiverState
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,6 @@ class Expect:
 Action = Send | Verify | Join | Recompute | Detach | ReleaseBlocks | Expect
 
 
-class ReceiverState(Enum):
-    """Where the transfer stands."""
-
-    ORDERED = "ordered"  # waits for the bytes
-    LOST = "lost"  # bytes were lost; waits for the writer to take another connector
-    FENCING = "fencing"  # the writer has another connector; waits until the one before is shut out
-    VERIFYING = "verifying"
-    ABORTING = "aborting"  # blocks are set aside until the writer has stopped
-    CLOSED = "closed"
-
-
 class ReceiverTransfer:
     """One transfer. Times are monotonic seconds. `spare` are the connectors that it may go on over, each once."""
 
@@ -104,7 +93,7 @@ class ReceiverTransfer:
         self.turn = 0
         self.connector = order.connector
         self._spare = set(spare) - {order.connector}
-        self.state = ReceiverState.ORDERED
+        self.state = ReceiverState.RESERVED
         self.first_token: FirstToken | None = None
         self.seconds_since_compute = 0.0  # from the prompt's last layer to the word that all was written
         self._deadline = deadline
@@ -118,6 +107,16 @@ class ReceiverTransfer:
         """Id of the transfer."""
         return self.order.transfer_id
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing moves it any more."""
+        return not RECEIVER[self.state]
+
+    @property
+    def waits(self) -> bool:
+        """Whether bytes may still come over the present connector."""
+        return ReceiverEvent.DONE in RECEIVER[self.state]
+
     def start(self, now: float) -> list[Action]:
         """Sends the order."""
         self._lease_ends = now + self.order.lease_seconds
@@ -126,31 +125,37 @@ class ReceiverTransfer:
 
     def on_message(self, message: ToReceiver, now: float) -> list[Action]:
         """Handles a message of the writer."""
-        if self.state is ReceiverState.CLOSED:
+        if self.closed:
             return []
         if self.state is ReceiverState.ABORTING:
             # Done also says that nothing is written any more; the abort stays in force.
             stopped = message.turn == self.turn if isinstance(message, Done) else isinstance(message, AbortAck | Failed)
-            return self._writer_stopped() if stopped else []
+            return [ReleaseBlocks()] if stopped and self._move(ReceiverEvent.STOPPED) else []
         if self.state is ReceiverState.VERIFYING and not isinstance(message, FirstToken):
             return []  # the writer is done; what counts now are the bytes
         match message:
-            case Accepted() | Progress():
+            case Accepted():
                 self._lease_ends = now + self.order.lease_seconds
+                self._move(ReceiverEvent.ACCEPTED)
+            case Progress():
+                self._lease_ends = now + self.order.lease_seconds
+                self._move(ReceiverEvent.BYTES)
             case FirstToken():
                 self._lease_ends = now + self.order.lease_seconds
                 self.first_token = self.first_token or message
+                self._move(ReceiverEvent.BYTES)
             case Switch():
                 return self._on_switch(message, now)
-            case Done() if self.state is ReceiverState.ORDERED and message.turn == self.turn:
-                self.state = ReceiverState.VERIFYING
+            case Done() if message.turn == self.turn and self._move(ReceiverEvent.DONE):
                 self.seconds_since_compute = message.seconds_since_compute
                 return [Verify(message)]
             case Failed():
-                return self._close(Recompute(message.reason))
+                self._move(ReceiverEvent.STOPPED)
+                return [Recompute(message.reason)]
             case AbortAck():
                 # Nobody asked: the writer has dropped the transfer on its own.
-                return self._close(Recompute("the prefill worker stopped"))
+                self._move(ReceiverEvent.STOPPED)
+                return [Recompute("the prefill worker stopped")]
         return []
 
     def verified(self, ok: bool, now: float) -> list[Action]:
@@ -159,17 +164,18 @@ class ReceiverTransfer:
             return []
         if not ok and self._spare:
             return self._tell_lost("checksum mismatch", now)
-        if not ok:
-            return [Send(Abort(self.transfer_id, "checksum mismatch")), *self._close(Recompute("checksum mismatch"))]
-        if self.first_token is None:
-            # Done overtook the first token, or it was lost: it is computed again, which gives the same one.
-            return [Send(Commit(self.transfer_id)), *self._close(Recompute("no first token"))]
         first = self.first_token
-        return [Send(Commit(self.transfer_id)), *self._close(Join(first.token_id, first.logprob, first.cached_tokens))]
+        self._move(ReceiverEvent.VERIFIED if ok and first is not None else ReceiverEvent.REFUSED)
+        if not ok:
+            return [Send(Abort(self.transfer_id, "checksum mismatch")), Recompute("checksum mismatch")]
+        if first is None:
+            # Done overtook the first token, or it was lost: it is computed again, which gives the same one.
+            return [Send(Commit(self.transfer_id)), Recompute("no first token")]
+        return [Send(Commit(self.transfer_id)), Join(first.token_id, first.logprob, first.cached_tokens)]
 
     def lost(self, reason: str, now: float) -> list[Action]:
         """Bytes did not arrive, or not whole. Without another connector this shows when they are verified."""
-        return self._tell_lost(reason, now) if self.state is ReceiverState.ORDERED and self._spare else []
+        return self._tell_lost(reason, now) if self.waits and self._spare else []
 
     def abort(self, reason: str, now: float) -> list[Action]:
         """The request is not wanted any more."""
@@ -189,31 +195,33 @@ class ReceiverTransfer:
     def on_fenced(self, now: float) -> list[Action]:
         """The writer cannot reach the blocks over the connector so far any more."""
         if self.state is ReceiverState.FENCING:
-            self.state = ReceiverState.ORDERED
+            self._move(ReceiverEvent.FENCED)
             self._lease_ends = now + self.order.lease_seconds
             return [Expect(self.connector), Send(Switched(self.transfer_id, self.turn))]
-        return self._writer_stopped() if self.state is ReceiverState.ABORTING else []
+        return [ReleaseBlocks()] if self._move(ReceiverEvent.FENCED) else []
 
     def on_tick(self, now: float) -> list[Action]:
         """Renews the writer's lease, repeats an unanswered abort, gives up when the lease or the deadline is over."""
-        match self.state:
-            case ReceiverState.ORDERED | ReceiverState.LOST | ReceiverState.FENCING | ReceiverState.VERIFYING:
-                if now >= self._deadline:
-                    return self._give_up("deadline exceeded", now, recompute=True)
-                if self.state is not ReceiverState.VERIFYING and now >= self._lease_ends:
-                    return self._give_up("the prefill worker makes no progress", now, recompute=True)
-                if now >= self._renew_at:
-                    self._renew_at = now + self.order.lease_seconds / 3
-                    renewal: list[Action] = [Send(Renew(self.transfer_id, self.order.lease_seconds))]
-                    return renewal + ([Send(self._lost)] if self._lost and self.state is ReceiverState.LOST else [])
-            case ReceiverState.ABORTING if now >= self._resend_at:
-                self._resend_at = now + self.order.lease_seconds / 3
-                return [Send(Abort(self.transfer_id, "repeated"))]
-        return []
+        if self.state is ReceiverState.ABORTING:
+            if now < self._resend_at:
+                return []
+            self._resend_at = now + self.order.lease_seconds / 3
+            return [Send(Abort(self.transfer_id, "repeated"))]
+        if self.closed:
+            return []
+        if now >= self._deadline:
+            return self._give_up("deadline exceeded", now, recompute=True)
+        if self.state is not ReceiverState.VERIFYING and now >= self._lease_ends:
+            return self._give_up("the prefill worker makes no progress", now, recompute=True)
+        if now < self._renew_at:
+            return []
+        self._renew_at = now + self.order.lease_seconds / 3
+        renewal: list[Action] = [Send(Renew(self.transfer_id, self.order.lease_seconds))]
+        return renewal + ([Send(self._lost)] if self._lost and self.state is ReceiverState.LOST else [])
 
     def _on_switch(self, message: Switch, now: float) -> list[Action]:
         self._lease_ends = now + self.order.lease_seconds
-        if message.turn == self.turn and self.state is ReceiverState.ORDERED and self.turn:
+        if message.turn == self.turn and self.waits and self.turn:
             return [Send(Switched(self.transfer_id, self.turn))]  # the answer was lost
         if message.turn != self.turn + 1 or self.state is ReceiverState.FENCING:
             return []  # a late one
@@ -222,33 +230,27 @@ class ReceiverTransfer:
             return self._give_up(reason, now, recompute=True)
         self._spare.remove(message.connector)
         self.turn, self.connector = message.turn, message.connector
-        self.state = ReceiverState.FENCING
+        self._move(ReceiverEvent.SWITCH)
         return []
 
     def _tell_lost(self, reason: str, now: float) -> list[Action]:
-        self.state = ReceiverState.LOST
+        self._move(ReceiverEvent.LOST)
         self._lease_ends = now + self.order.lease_seconds
         self._lost = Lost(self.transfer_id, self.turn, reason)
         return [Send(self._lost)]
 
     def _give_up(self, reason: str, now: float, *, recompute: bool) -> list[Action]:
-        if self.state in (ReceiverState.ABORTING, ReceiverState.CLOSED):
+        if not self._move(ReceiverEvent.GIVEN_UP):
             return []
-        was_verifying = self.state is ReceiverState.VERIFYING
-        self.state = ReceiverState.ABORTING
         self._resend_at = now + self.order.lease_seconds / 3
         actions: list[Action] = [Detach(reason, recompute), Send(Abort(self.transfer_id, reason))]
-        if was_verifying:
-            actions += self._writer_stopped()  # Done was received
-        return actions
+        return [*actions, ReleaseBlocks()] if self.closed else actions  # in VERIFYING the writer is done
 
-    def _writer_stopped(self) -> list[Action]:
-        self.state = ReceiverState.CLOSED
-        return [ReleaseBlocks()]
-
-    def _close(self, action: Action) -> list[Action]:
-        self.state = ReceiverState.CLOSED
-        return [action]
+    def _move(self, event: ReceiverEvent) -> bool:
+        """False: the event means nothing in the present state."""
+        state = RECEIVER[self.state].get(event)
+        self.state = state or self.state
+        return state is not None
 
 
 def answer_unknown(message: ToReceiver) -> list[Send]:

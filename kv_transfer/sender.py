@@ -6,7 +6,6 @@ reordered or lost.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from engine.request import TokenLogprob
 from kv_transfer.messages import (
@@ -26,6 +25,7 @@ from kv_transfer.messages import (
     ToReceiver,
     ToSender,
 )
+from kv_transfer.states import SENDER, SenderEvent, SenderState
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,6 @@ class PushAgain:
 SenderAction = Reply | StartPrefill | StopPushing | Release | GiveUpConnector | PushAgain
 
 
-class SenderState(Enum):
-    """Where the transfer stands."""
-
-    COMPUTING = "computing"
-    SWITCHING = "switching"  # the same, but nothing is pushed until the receiver has shut out the connector before
-    PUSHED = "pushed"  # all bytes are out; waits for the receiver's word
-    STOPPING = "stopping"  # waits until no write is under way
-    CLOSED = "closed"
-
-
 MAX_LEASE_SECONDS = 60.0  # longer ones are not granted
 
 
@@ -83,7 +73,7 @@ class SenderTransfer:
 
     def __init__(self, order: Order, now: float) -> None:
         self.order = order
-        self.state = SenderState.COMPUTING
+        self.state = SenderState.PREFILLING
         self.turn = 0
         self._switch: Switch | None = None
         self._lease_ends = now
@@ -98,6 +88,11 @@ class SenderTransfer:
         """Id of the transfer."""
         return self.order.transfer_id
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing moves it any more."""
+        return not SENDER[self.state]
+
     def start(self, now: float) -> list[SenderAction]:
         """Accepts the order."""
         return [Reply(Accepted(self.transfer_id, self.order.lease_seconds)), StartPrefill()]
@@ -105,36 +100,35 @@ class SenderTransfer:
     def on_message(self, message: ToSender, now: float) -> list[SenderAction]:
         """Handles a message of the receiver."""
         match message:
-            case Order() if self.state is not SenderState.CLOSED:
+            case Order() if not self.closed:
                 return [Reply(Accepted(self.transfer_id, self.order.lease_seconds))]  # a duplicate
             case Renew():
                 self._extend(message.lease_seconds, now)
-                if self.state in (SenderState.COMPUTING, SenderState.SWITCHING):
+                if self.state in (SenderState.PREFILLING, SenderState.SWITCHING):
                     # Long prompts and queues are no reason to give up: the order is still wanted and still here.
                     return [Reply(Accepted(self.transfer_id, message.lease_seconds))]
-            case Commit() if self.state is SenderState.PUSHED:
-                return self._close(Release())
-            case Switched() if self.state is SenderState.SWITCHING and message.turn == self.turn:
-                self.state = SenderState.COMPUTING
+            case Commit() if self._move(SenderEvent.COMMIT):
+                return [Release()]
+            case Switched() if message.turn == self.turn and self._move(SenderEvent.SWITCHED):
                 return [PushAgain()]
-            case Lost() if self.state in (SenderState.COMPUTING, SenderState.PUSHED) and message.turn == self.turn:
+            case Lost() if self.state in (SenderState.PREFILLING, SenderState.PUSHED) and message.turn == self.turn:
                 return [GiveUpConnector(message.reason)]
             case Abort():
-                if self.state is SenderState.CLOSED:
+                if self.closed:
                     return [Reply(AbortAck(self.transfer_id))]
                 return self._stop(None)
         return []
 
     def first_token(self, token_id: int, logprob: TokenLogprob | None, cached_tokens: int) -> list[SenderAction]:
         """The prompt is computed and the first token sampled."""
-        if self.state not in (SenderState.COMPUTING, SenderState.SWITCHING):
+        if self.state not in (SenderState.PREFILLING, SenderState.SWITCHING):
             return []
         self._first = FirstToken(self.transfer_id, token_id, logprob, cached_tokens)
         return [Reply(self._first)]
 
     def progress(self, num_bytes: int, layers: int) -> list[SenderAction]:
         """Bytes were pushed."""
-        if self.state is not SenderState.COMPUTING:
+        if self.state is not SenderState.PREFILLING:
             return []
         return [Reply(Progress(self.transfer_id, num_bytes, layers))]
 
@@ -142,18 +136,16 @@ class SenderTransfer:
         self, checksums: list[int], num_bytes: int, now: float, seconds_since_compute: float = 0.0
     ) -> list[SenderAction]:
         """The last byte is out."""
-        if self.state is not SenderState.COMPUTING:
+        if not self._move(SenderEvent.PUSHED):
             return []
-        self.state = SenderState.PUSHED
         self._done = Done(self.transfer_id, checksums, num_bytes, self.turn, seconds_since_compute)
         self._resend_at = now + self.order.lease_seconds / 3
         return [Reply(self._done)]
 
     def switch(self, connector: str, reason: str, now: float) -> list[SenderAction]:
         """Nothing is written any more over the connector so far: asks to go on over this one."""
-        if self.state not in (SenderState.COMPUTING, SenderState.PUSHED):
+        if not self._move(SenderEvent.SWITCH):
             return []
-        self.state = SenderState.SWITCHING
         self.turn += 1
         self._switch = Switch(self.transfer_id, self.turn, connector, reason)
         self._resend_at = now + self.order.lease_seconds / 3
@@ -165,10 +157,9 @@ class SenderTransfer:
 
     def stopped(self) -> list[SenderAction]:
         """No write is under way and none will follow."""
-        if self.state is not SenderState.STOPPING:
+        if not self._move(SenderEvent.STOPPED):
             return []
-        last: ToReceiver = self._failed or AbortAck(self.transfer_id)
-        return [Reply(last), *self._close(Release())]
+        return [Reply(self._failed or AbortAck(self.transfer_id)), Release()]
 
     def on_peer_lost(self) -> list[SenderAction]:
         """The stream to the receiver broke: nobody waits for these bytes."""
@@ -176,7 +167,7 @@ class SenderTransfer:
 
     def on_tick(self, now: float) -> list[SenderAction]:
         """Repeats an unanswered Done or Switch; gives up when the receiver's lease is over."""
-        if self.state in (SenderState.STOPPING, SenderState.CLOSED):
+        if SenderEvent.GIVEN_UP not in SENDER[self.state]:
             return []
         if now >= self._lease_ends:
             return self._stop(None)
@@ -193,12 +184,13 @@ class SenderTransfer:
             self._lease_ends = now + lease_seconds
 
     def _stop(self, failed: Failed | None) -> list[SenderAction]:
-        if self.state in (SenderState.STOPPING, SenderState.CLOSED):
+        if not self._move(SenderEvent.GIVEN_UP):
             return []
-        self.state = SenderState.STOPPING
         self._failed = failed
         return [StopPushing()]
 
-    def _close(self, action: SenderAction) -> list[SenderAction]:
-        self.state = SenderState.CLOSED
-        return [action]
+    def _move(self, event: SenderEvent) -> bool:
+        """False: the event means nothing in the present state."""
+        state = SENDER[self.state].get(event)
+        self.state = state or self.state
+        return state is not None

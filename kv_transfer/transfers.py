@@ -8,7 +8,7 @@ that a late or doubled order is not carried out (again).
 from collections import OrderedDict
 
 from kv_transfer.messages import Abort, AbortAck, Failed, Order, ToSender
-from kv_transfer.sender import Reply, SenderAction, SenderState, SenderTransfer
+from kv_transfer.sender import Reply, SenderAction, SenderTransfer
 
 Key = tuple[str, str]  # incarnation of the receiver, transfer id
 
@@ -80,7 +80,7 @@ class SenderTransfers:
     def forget_closed(self, peer: str, transfer: SenderTransfer, now: float) -> None:
         """To be called after an event that was given to the transfer itself, such as `stopped`."""
         key = (peer, transfer.transfer_id)
-        if transfer.state is SenderState.CLOSED and self._transfers.get(key) is transfer:
+        if transfer.closed and self._transfers.get(key) is transfer:
             del self._transfers[key]
             self._bury(key, now)
 

@@ -22,6 +22,7 @@ from kv_transfer import receiver as rx
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
 from kv_transfer.messages import Done, FirstToken, Order, Switch, ToSender
 from kv_transfer.references import BlockRef
+from kv_transfer.states import ReceiverState
 from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
 from services.rpc_server import make_channel
 from services.security import ClusterKey
@@ -60,7 +61,7 @@ class Link:
 
     def is_silent(self, now: float) -> bool:
         """Whether nothing has come for a lease although transfers wait: who is alive answers renewals and aborts."""
-        waiting = [r.started for r in self.transfers.values() if r.machine.state is not rx.ReceiverState.VERIFYING]
+        waiting = [r.started for r in self.transfers.values() if r.machine.state is not ReceiverState.VERIFYING]
         return bool(waiting) and now - max(self.heard_at, min(waiting)) >= _LEASE_SECONDS
 
 
@@ -123,7 +124,7 @@ class KvReceiver:
             self._engine.post(lambda: self._engine.engine.abort(key))
             return True
         receiving = self._transfers.get(key)
-        if receiving is None or receiving.machine.state is rx.ReceiverState.ABORTING:
+        if receiving is None or receiving.machine.state is ReceiverState.ABORTING:
             return False
         self._metrics.transfers.labels("aborted").inc()
         self._carry_out(receiving, receiving.machine.abort(reason, time.monotonic()))
@@ -340,7 +341,7 @@ class KvReceiver:
     def _carry_out(self, receiving: Receiving, actions: list[rx.Action]) -> None:
         engine = self._engine.engine
         key = receiving.machine.transfer_id
-        closed = receiving.machine.state is rx.ReceiverState.CLOSED and key in self._transfers
+        closed = receiving.machine.closed and key in self._transfers
         if closed:
             receiving.connector.finish(key)  # before the blocks are handed to anybody else
         for action in actions:
@@ -408,12 +409,12 @@ class KvReceiver:
         connector, cache = receiving.connector, self._engine.engine.kv_cache
         late_at = time.monotonic() + _LATE_BYTES_SECONDS
         while is_late := (landed := connector.bytes_landed(key)) is not None and landed < done.num_bytes:
-            gone = machine.state is not rx.ReceiverState.VERIFYING or connector.failure(key) is not None
+            gone = machine.state is not ReceiverState.VERIFYING or connector.failure(key) is not None
             if gone or time.monotonic() > late_at:
                 break
             await asyncio.sleep(_POLL_SECONDS)
         while not connector.fence(key, link.sender):
-            if machine.state is not rx.ReceiverState.VERIFYING:
+            if machine.state is not ReceiverState.VERIFYING:
                 return
             await asyncio.sleep(_POLL_SECONDS)
         blocks = [ref.block_id for ref in receiving.blocks]
@@ -426,7 +427,7 @@ class KvReceiver:
 
         ok = await asyncio.to_thread(matches)
         self._carry_out(receiving, machine.verified(ok, time.monotonic()))
-        if is_late and time.monotonic() > late_at and machine.state is rx.ReceiverState.CLOSED:
+        if is_late and time.monotonic() > late_at and machine.closed:
             self._end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")
 
 

@@ -23,9 +23,10 @@ from engine.scheduler import Step
 from kv_transfer import sender as tx
 from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
 from kv_transfer.connectors.selection import Chosen, Selection
-from kv_transfer.messages import Order
+from kv_transfer.messages import Order, Renew
 from kv_transfer.plan import PlanError, TransferPlan
 from kv_transfer.process_identity import identify
+from kv_transfer.states import SenderState
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import EngineThread
@@ -35,6 +36,8 @@ from services.worker.token_publisher import TokenPublisher
 from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, opened, sealed, to_sender_frame
 
 log = structlog.get_logger()
+
+_HANG_SECONDS = 10.0  # without a layer or a step of an engine that has work: no lease is renewed
 
 
 @dataclass(slots=True)
@@ -95,6 +98,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._forced = forced_connector
         self._metrics = metrics
         self._timelines = timelines
+        self._layer_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._transfers = SenderTransfers()
         self._peers: list[Peer] = []
@@ -216,7 +220,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def on_layer(self, layer: int, step: Step) -> None:
         """Engine thread: pushes what `step` has computed of this layer."""
-        computed = time.monotonic()
+        computed = self._layer_at = time.monotonic()
+        last = layer == self._engine.engine.kv_cache.spec.num_layers - 1
         for entry in step.entries:
             sending = self._exports.get(entry.sequence.request_id)
             if sending is None:
@@ -226,6 +231,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 # A prefix hit was computed before: it goes out with the first chunk. What was preempted goes out again.
                 start = min(entry.start, sending.pushed_tokens[layer])
                 self._push(sending, entry.sequence.block_ids, layer, start, entry.end, computed)
+                if last:
+                    self._loop.call_soon_threadsafe(self._progressed, sending)
 
     def _push(self, sending: Sending, block_ids: list[int], layer: int, start: int, end: int, computed: float) -> None:
         """Engine thread: pushes the blocks of these tokens, of those that the receiver wants."""
@@ -245,6 +252,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             sending.used = None
             self._loop.call_soon_threadsafe(self._push_failed, sending, used, error)
 
+    def _progressed(self, sending: Sending) -> None:
+        num_layers = self._engine.engine.kv_cache.spec.num_layers
+        self._carry_out(sending, sending.machine.progress(sending.timeline.record.bytes, num_layers))
+
+    def _hangs(self, now: float) -> bool:
+        """Whether the engine has stopped computing, so that its peers had better not wait."""
+        return now - max(self._engine.last_progress, self._layer_at) > _HANG_SECONDS
+
     async def _see_out(self, sending: Sending) -> None:
         """After the last step of a prompt: what is left to push, flush, checksums, Done."""
         key, chosen = sending.machine.transfer_id, sending.chosen
@@ -252,7 +267,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
         def is_over() -> bool:
             state = sending.machine.state
-            return sending.switching or sending.chosen is not chosen or state is not tx.SenderState.COMPUTING
+            return sending.switching or sending.chosen is not chosen or state is not SenderState.PREFILLING
 
         def push_rest() -> list[int]:
             blocks = engine.held_blocks(key)
@@ -360,7 +375,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             refusal = f"the prefill worker is {'draining' if self.draining else 'asleep'}"
         elif message.transfer_id in self._sending:
             refusal = "another receiver's transfer has this id"
-        machine, actions = self._transfers.on_message(peer.incarnation, message, time.monotonic(), refusal)
+        now = time.monotonic()
+        machine, actions = self._transfers.on_message(peer.incarnation, message, now, refusal)
+        if isinstance(message, Renew) and self._hangs(now):
+            return
         if machine is None:
             if refusal is None:
                 self._metrics.refused_frames.labels("control", "unknown").inc()
@@ -406,7 +424,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                     sending.timeline.mark("source freed")
                     self._exports.pop(key, None)
                     self._engine.post(lambda: engine.release(key))
-        if sending.machine.state is tx.SenderState.CLOSED:
+        if sending.machine.closed:
             self._sending.pop(key, None)
             self._transfers.forget_closed(sending.peer.incarnation, sending.machine, time.monotonic())
 

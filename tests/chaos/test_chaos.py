@@ -25,8 +25,8 @@ from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConne
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
 from kv_transfer.references import BlockRef
-from services.rpc import router_pb2
-from services.worker import receiving
+from services.rpc import router_pb2, trace_pb2
+from services.worker import receiving, sending
 from services.worker.timelines import Timeline
 
 
@@ -354,3 +354,22 @@ async def test_a_peer_that_cannot_be_reached_is_not_tried_for_each_request(monke
         await load.submit("q5", "tcp://127.0.0.1:1", silent)
         assert not any((await load.settled()).values())
         assert tries["silent"] == 2
+
+
+async def test_an_engine_that_hangs_renews_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill worker answers, but computes nothing: prompts are computed elsewhere, long before their deadline."""
+    monkeypatch.setattr(sending, "_HANG_SECONDS", 0.3)
+    async with linked("tcp", Faults(dice(14), {})) as pair:
+        load, goes_on = Load(pair, abort_share=0), threading.Event()
+        pair.prefill.thread.post(lambda: goes_on.wait(30))
+        try:
+            for number in range(4):
+                await load.submit(f"q{number}", "tcp://127.0.0.1:1")
+            while pair.decode.service.admitted:
+                await asyncio.sleep(0.01)
+        finally:
+            goes_on.set()
+        reply = await pair.decode.timelines.Timelines(trace_pb2.TimelinesRequest(request="q0"), None)  # type: ignore[arg-type]
+        (reason,) = [mark.detail for mark in reply.timelines[0].marks if mark.event == "recomputed"]
+        assert reason != "deadline exceeded"
+        assert not any((await load.settled()).values())

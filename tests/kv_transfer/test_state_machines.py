@@ -17,6 +17,7 @@ from kv_transfer import receiver as rx
 from kv_transfer import sender as tx
 from kv_transfer.messages import Done, Order
 from kv_transfer.references import BlockRef
+from kv_transfer.states import ReceiverState, SenderState
 from kv_transfer.transfers import SenderTransfers
 
 LEASE = 5.0
@@ -91,7 +92,7 @@ class World(RuleBasedStateMachine):
 
     def carry_out_rx(self, transfer: Receiving, actions: list[rx.Action]) -> None:
         key = transfer.machine.transfer_id
-        if transfer.machine.state is rx.ReceiverState.CLOSED:
+        if transfer.machine.closed:
             self.shut_out(transfer)
         for action in actions:
             match action:
@@ -152,7 +153,7 @@ class World(RuleBasedStateMachine):
     def settle_sender(self) -> None:
         for key, sending in list(self.sending.items()):
             self.table.forget_closed(sending.peer, sending.machine, self.now)
-            if sending.machine.state is tx.SenderState.CLOSED:
+            if sending.machine.closed:
                 assert not sending.writing, "closed in the middle of a write"
                 assert not sending.source_held, "source blocks leaked"
                 del self.sending[key]
@@ -182,7 +183,7 @@ class World(RuleBasedStateMachine):
         self.carry_out_rx(transfer, transfer.machine.abort("client gone", self.now))
 
     def under_way(self) -> list[Receiving]:
-        return [t for t in self.receiving.values() if t.machine.state is not rx.ReceiverState.CLOSED]
+        return [t for t in self.receiving.values() if not t.machine.closed]
 
     def sequences(self) -> list[str]:
         return sorted({owner for owner in self.owner if owner and owner.startswith("sequence")})
@@ -207,7 +208,7 @@ class World(RuleBasedStateMachine):
     def verify_one(self, transfer: Receiving, damaged: bool = False) -> None:
         transfer.verified += 1
         key = transfer.machine.transfer_id
-        if damaged and transfer.machine.state is rx.ReceiverState.VERIFYING:
+        if damaged and transfer.machine.state is ReceiverState.VERIFYING:
             self.content[transfer.blocks[0].block_id].pop(0, None)
         ok = all(self.content[ref.block_id] == {i: key for i in range(LAYERS)} for ref in transfer.blocks)
         self.carry_out_rx(transfer, transfer.machine.verified(ok, self.now))
@@ -265,7 +266,7 @@ class World(RuleBasedStateMachine):
             self.carry_out_tx(sending, sending.machine.stopped())
         elif sending.failed:
             self.carry_out_tx(sending, sending.machine.failed("push failed"))
-        elif sending.pushed == LAYERS and sending.machine.state is tx.SenderState.COMPUTING:
+        elif sending.pushed == LAYERS and sending.machine.state is SenderState.PREFILLING:
             self.carry_out_tx(sending, sending.machine.first_token(7, None, 0))
             self.carry_out_tx(sending, sending.machine.pushed([1] * PER_TRANSFER, 1, self.now))
         self.settle_sender()
@@ -315,7 +316,7 @@ class World(RuleBasedStateMachine):
     def give_receiver(self, index: int, again: bool) -> None:
         message = self.to_receiver[index][1] if again else self.to_receiver.pop(index)[1]
         transfer = self.receiving.get(message.transfer_id)  # type: ignore[attr-defined]
-        if transfer is None or transfer.machine.state is rx.ReceiverState.CLOSED:
+        if transfer is None or transfer.machine.closed:
             self.to_sender += [(self.now, send.message) for send in rx.answer_unknown(message)]  # type: ignore[arg-type]
         if transfer is not None:
             self.carry_out_rx(transfer, transfer.machine.on_message(message, self.now))  # type: ignore[arg-type]
@@ -375,7 +376,7 @@ class World(RuleBasedStateMachine):
         self.to_receiver = [entry for entry in self.to_receiver if entry[0] > self.now - STREAM]
         for transfer in self.receiving.values():
             self.carry_out_rx(transfer, transfer.machine.on_tick(self.now))
-            if transfer.machine.state is rx.ReceiverState.ABORTING and self.fenced(transfer):
+            if transfer.machine.state is ReceiverState.ABORTING and self.fenced(transfer):
                 self.carry_out_rx(transfer, transfer.machine.on_fenced(self.now))
         for peer, machine, actions in self.table.on_tick(self.now):
             self.carry_out_tx(self.sending[(peer, machine.transfer_id)], actions)
@@ -386,7 +387,7 @@ class World(RuleBasedStateMachine):
     @invariant()
     def blocks_have_owners(self) -> None:
         for key, transfer in self.receiving.items():
-            if transfer.machine.state is not rx.ReceiverState.CLOSED:
+            if not transfer.machine.closed:
                 assert all(self.owner[ref.block_id] == key for ref in transfer.blocks)
             assert transfer.joins <= 1
 
@@ -398,8 +399,8 @@ class World(RuleBasedStateMachine):
             for transfer in self.to_verify():
                 self.verify_one(transfer)
             self.tick(1.0)
-        states = [transfer.machine.state for transfer in self.receiving.values()]
-        assert all(state is rx.ReceiverState.CLOSED for state in states), states
+        states = [transfer.machine.state for transfer in self.receiving.values() if not transfer.machine.closed]
+        assert not states
         assert not self.sending and len(self.table) == 0
         for owner in {held for held in self.owner if held}:
             assert owner.startswith("sequence"), f"block leaked by {owner}"

@@ -9,6 +9,7 @@ from kv_transfer import receiver as rx
 from kv_transfer import sender as tx
 from kv_transfer.messages import Abort, AbortAck, Accepted, Commit, Done, Failed, FirstToken, Order, Progress, Renew
 from kv_transfer.references import BlockRef
+from kv_transfer.states import ReceiverState
 from kv_transfer.transfers import SenderTransfers
 
 LEASE = 5.0
@@ -120,7 +121,7 @@ def test_long_queue_keeps_the_lease_alive_without_a_byte() -> None:
                 assert isinstance(reply, tx.Reply)
                 receiver.on_message(reply.message, second)
         assert sender.on_tick(second) == []
-    assert receiver.state is rx.ReceiverState.ORDERED
+    assert receiver.state is ReceiverState.PREFILLING
 
 
 def test_abort_is_acknowledged_only_after_the_push_stopped() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kv_transfer.states import RECEIVER, SENDER
 from services.config import GatewayConfig, RouterConfig, WorkerConfig
 from services.gateway.limits import LIMITS
 from services.gateway.metrics import GatewayMetrics
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
 API = (ROOT / "docs/api.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+TRANSFERS = (ROOT / "docs/transfers.md").read_text()
 
 
 @pytest.mark.parametrize("kind", [GatewayConfig, RouterConfig, WorkerConfig])
@@ -68,6 +70,20 @@ def test_links_lead_somewhere(document: str) -> None:
     path = ROOT / document
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_states_of_transfers_are_documented() -> None:
+    """The tables of the document are those of the code."""
+    for title, table in (("The decode side", RECEIVER), ("The prefill side", SENDER)):
+        (section,) = re.findall(rf"## {title}\n(.*?)\n## ", TRANSFERS, re.DOTALL)
+        rows = [
+            f"| {state.value} | {event.value} | {after.value} |"
+            for state, moves in table.items()
+            for event, after in moves.items()
+        ]
+        assert re.findall(r"^\| [a-z].*\|$", section, re.MULTILINE) == ["| state | event | next |", *rows]
+        final = ", ".join(state.value for state, moves in table.items() if not moves)
+        assert f"Final: {final}." in section
 
 
 def test_files_of_the_engine_are_documented() -> None:
