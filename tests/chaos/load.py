@@ -92,9 +92,11 @@ class Load:
         more = self._random.randrange(1, 60)
         return self._random.choice(self._beginnings) + [self._random.randrange(1 << 20) for _ in range(more)]
 
-    async def submit(self, name: str, reply_to: str, prefill: router_pb2.Endpoint | None = None) -> Asked:
-        """Hands the decode worker a request; `prefill` is another than the pair's."""
-        prompt, max_tokens = self._prompt(), self._random.randrange(1, 9)
+    async def submit(
+        self, name: str, reply_to: str, prefill: router_pb2.Endpoint | None = None, max_tokens: int = 0
+    ) -> Asked:
+        """Hands the decode worker a request of `max_tokens`, or a few; `prefill` is another than the pair's."""
+        prompt, max_tokens = self._prompt(), max_tokens or self._random.randrange(1, 9)
         asked = self._asked[name] = Asked(reference(prompt, max_tokens))
         await self._pair.worker.Submit(
             worker_pb2.SubmitRequest(

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -323,3 +323,15 @@ class Pair:
 
 def _insecure(socket: object, server: bool) -> None:
     """No keys."""
+
+
+@contextlib.asynccontextmanager
+async def linked(connector: str, faults: Faults, *, fenced: bool = True) -> AsyncIterator[Pair]:
+    """A pair with short waits, while it is needed."""
+    with short_waits():
+        pair = Pair(connector, faults, fenced=fenced)
+        await pair.start()
+        try:
+            yield pair
+        finally:
+            await pair.stop()

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import xxhash
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
-from chaos.pair import CONNECTORS, Pair, short_waits, without_checksums
+from chaos.pair import CONNECTORS, linked, without_checksums
 from prometheus_client import generate_latest
 
 from engine.engine import Reservation
@@ -28,17 +28,6 @@ from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, trace_pb2
 from services.worker import receiving, sending
 from services.worker.timelines import Timeline
-
-
-@contextlib.asynccontextmanager
-async def linked(connector: str, faults: Faults, *, fenced: bool = True) -> AsyncIterator[Pair]:
-    with short_waits():
-        pair = Pair(connector, faults, fenced=fenced)
-        await pair.start()
-        try:
-            yield pair
-        finally:
-            await pair.stop()
 
 
 async def run(
