@@ -6,7 +6,7 @@ was opened stays open, so a transfer can end on a connector that new transfers d
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.connectors.base import ConnectorError, SenderConnector
@@ -52,7 +52,7 @@ class Selection:
         self._lock = threading.Lock()
         self._given_up: list[SenderConnector] = []
         self._closed = False
-        self.current = self._best(frozenset())  # what new transfers use
+        self.current = self._best({})  # what new transfers use
 
     def fall_back(self, failed: Chosen, reason: str, tried: Collection[str]) -> Chosen:
         """The best connector that is not one of `tried`, now that `failed` does not work.
@@ -61,7 +61,7 @@ class Selection:
         mend themselves for transfers that come later.
         """
         with self._lock:
-            chosen = self._best({failed.kind, *tried})
+            chosen = self._best({kind: "this transfer has used it" for kind in tried} | {failed.kind: reason})
             offer = next(offer for offer in self._offers if offer.kind == failed.kind)
             if offer.connector is failed.connector:  # else another transfer has said so before
                 self._given_up.append(failed.connector)
@@ -79,7 +79,7 @@ class Selection:
     def try_better(self) -> None:
         """Opens the better connectors that have rested enough; the first that opens becomes the current one."""
         with self._lock:
-            self.current = self._best(frozenset())
+            self.current = self._best({})
 
     def take_given_up(self, in_use: Collection[SenderConnector]) -> list[SenderConnector]:
         """Connectors that failed and are used by no transfer any more, to be closed. Does not block for long."""
@@ -105,15 +105,16 @@ class Selection:
         kinds = [offer.kind for offer in self._offers]
         return self._offers[: kinds.index(self.current.kind)]
 
-    def _best(self, tried: Collection[str]) -> Chosen:
+    def _best(self, excluded: Mapping[str, str]) -> Chosen:
+        """The first that works of those that neither rest nor are excluded, for a reason each."""
         refused: list[str] = []
         for offer in self._offers:
             if self._closed:
                 raise ConnectorError("the link is closed")
             if self._forced is not None and offer.kind != self._forced:
                 refused.append(f"{offer.kind}: not used, as {self._forced} is forced (connector = auto allows others)")
-            elif offer.kind in tried or offer.rests_until > time.monotonic():
-                refused.append(f"{offer.kind}: {offer.failure or 'this transfer has used it'}")
+            elif offer.kind in excluded or offer.rests_until > time.monotonic():
+                refused.append(f"{offer.kind}: {excluded.get(offer.kind, offer.failure)}")
             else:
                 try:
                     if offer.connector is None:

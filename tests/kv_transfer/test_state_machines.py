@@ -25,6 +25,7 @@ LAYERS = 2
 BLOCKS = 4
 PER_TRANSFER = 2
 TOMBSTONE = 60.0
+CONNECTORS = ("a", "b", "c")
 STREAM = TOMBSTONE / 2  # nothing stays longer under way
 OFTEN = st.booleans()
 RARELY = st.sampled_from([False, False, False, True])
@@ -32,7 +33,7 @@ RARELY = st.sampled_from([False, False, False, True])
 
 def make_order(transfer_id: str, blocks: list[BlockRef], lease: float = LEASE) -> Order:
     request = Request(request_id=transfer_id, prompt_token_ids=[1, 2, 3], sampling=SamplingParams())
-    return Order(transfer_id, request, blocks, 0, "tcp://127.0.0.1:1", lease)
+    return Order(transfer_id, request, blocks, 0, "tcp://127.0.0.1:1", lease, CONNECTORS[0])
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Receiving:
     verifying: Done | None = None
     verified: int = 0
     joins: int = 0
+    connector: str = CONNECTORS[0]
     outcomes: list[str] = field(default_factory=list)
 
 
@@ -55,6 +57,10 @@ class Sending:
     stopping: bool = False
     source_held: bool = False
     failed: bool = False
+    connector: str = CONNECTORS[0]
+    giving_up: bool = False  # the connector has failed
+    waiting: bool = False  # for the receiver's word about the next one
+    tried: set[str] = field(default_factory=lambda: {CONNECTORS[0]})
 
 
 class World(RuleBasedStateMachine):
@@ -81,7 +87,10 @@ class World(RuleBasedStateMachine):
         self.owner: list[str | None] = [None] * BLOCKS
         self.generation = [0] * BLOCKS
         self.content: list[dict[int, str]] = [{} for _ in range(BLOCKS)]
-        self.allowed: dict[int, int] = {}  # the connector's table
+        self.allowed: dict[tuple[str, int], int] = {}  # the connectors' tables
+        self.frames: list[
+            tuple[str, str, list[BlockRef], int]
+        ] = []  # connector, transfer, blocks, layer: may come again
         self.receiving: dict[str, Receiving] = {}
 
     def boot_sender(self) -> None:
@@ -101,6 +110,7 @@ class World(RuleBasedStateMachine):
                         self.to_sender.append((self.now, message))
                 case rx.Verify(done):
                     assert transfer.verifying is None, "verified twice"
+                    transfer.verified = 0
                     transfer.verifying = done
                 case rx.Join():
                     transfer.joins += 1
@@ -115,6 +125,11 @@ class World(RuleBasedStateMachine):
                         self.owner[ref.block_id] = "sequence " + key
                 case rx.Detach(_, recompute):
                     transfer.outcomes.append("recompute" if recompute else "abort")
+                case rx.Expect(connector):
+                    assert connector == transfer.machine.connector
+                    for ref in transfer.blocks:
+                        self.allowed[connector, ref.block_id] = ref.generation
+                    transfer.connector = connector
                 case rx.ReleaseBlocks():
                     for ref in transfer.blocks:
                         assert self.owner[ref.block_id] == key, "released twice"
@@ -123,15 +138,15 @@ class World(RuleBasedStateMachine):
 
     def shut_out(self, transfer: Receiving) -> None:
         for ref in transfer.blocks:
-            if self.allowed.get(ref.block_id) == ref.generation:
-                del self.allowed[ref.block_id]
+            if self.allowed.get((transfer.connector, ref.block_id)) == ref.generation:
+                del self.allowed[transfer.connector, ref.block_id]
 
     def fenced(self, transfer: Receiving) -> bool:
         key = (self.incarnation, transfer.machine.transfer_id)
         sending = self.sending.get(key)
         if self.revocable:
             self.shut_out(transfer)
-            return sending is None or not sending.writing
+            return sending is None or not sending.writing or sending.connector != transfer.connector
         return transfer.stream == -1  # its sender was seen dead
 
     def carry_out_tx(self, sending: Sending | None, actions: list[tx.SenderAction]) -> None:
@@ -146,6 +161,12 @@ class World(RuleBasedStateMachine):
                 case tx.StopPushing():
                     assert sending is not None
                     sending.stopping = True
+                case tx.GiveUpConnector():
+                    assert sending is not None
+                    sending.giving_up = not sending.waiting
+                case tx.PushAgain():
+                    assert sending is not None and not sending.writing
+                    sending.waiting, sending.pushed = False, 0
                 case tx.Release():
                     assert sending is not None and sending.source_held, "released twice"
                     sending.source_held = False
@@ -170,9 +191,9 @@ class World(RuleBasedStateMachine):
             self.owner[block] = key
             self.generation[block] += 1
             self.content[block] = {}
-            self.allowed[block] = self.generation[block]
+            self.allowed[CONNECTORS[0], block] = self.generation[block]
             refs.append(BlockRef(self.incarnation, block, self.generation[block]))
-        machine = rx.ReceiverTransfer(make_order(key, refs), deadline=self.now + 40)
+        machine = rx.ReceiverTransfer(make_order(key, refs), deadline=self.now + 40, spare=CONNECTORS)
         transfer = self.receiving[key] = Receiving(machine, refs, self.stream)
         self.carry_out_rx(transfer, machine.start(self.now))
 
@@ -211,6 +232,8 @@ class World(RuleBasedStateMachine):
         if damaged and transfer.machine.state is ReceiverState.VERIFYING:
             self.content[transfer.blocks[0].block_id].pop(0, None)
         ok = all(self.content[ref.block_id] == {i: key for i in range(LAYERS)} for ref in transfer.blocks)
+        if not ok:
+            transfer.verifying = None
         self.carry_out_rx(transfer, transfer.machine.verified(ok, self.now))
 
     # The prefill worker
@@ -236,6 +259,8 @@ class World(RuleBasedStateMachine):
     def begin_push_of(self, sending: Sending) -> None:
         if sending.writing or sending.stopping or sending.pushed == LAYERS or sending.failed:
             return
+        if sending.giving_up or sending.waiting:
+            return
         if self.revocable and not self.may_write(sending):
             sending.failed = True
         else:
@@ -243,7 +268,8 @@ class World(RuleBasedStateMachine):
 
     def may_write(self, sending: Sending) -> bool:
         return sending.peer == self.incarnation and all(
-            self.allowed.get(ref.block_id) == ref.generation for ref in sending.machine.order.blocks
+            self.allowed.get((sending.connector, ref.block_id)) == ref.generation
+            for ref in sending.machine.order.blocks
         )
 
     def end_push_of(self, sending: Sending) -> None:
@@ -254,6 +280,7 @@ class World(RuleBasedStateMachine):
             for ref in sending.machine.order.blocks:
                 assert self.owner[ref.block_id] == key, f"{key} wrote into a block of {self.owner[ref.block_id]}"
                 self.content[ref.block_id][sending.pushed] = key
+            self.frames.append((sending.connector, key, sending.machine.order.blocks, sending.pushed))
         sending.writing = False
         sending.pushed += 1
         self.carry_out_tx(sending, sending.machine.progress(1, sending.pushed))
@@ -264,12 +291,52 @@ class World(RuleBasedStateMachine):
             return
         if sending.stopping:
             self.carry_out_tx(sending, sending.machine.stopped())
+        elif sending.giving_up:
+            self.switch(sending)
         elif sending.failed:
             self.carry_out_tx(sending, sending.machine.failed("push failed"))
-        elif sending.pushed == LAYERS and sending.machine.state is SenderState.PREFILLING:
+        elif sending.pushed == LAYERS and not sending.waiting and sending.machine.state is SenderState.PREFILLING:
             self.carry_out_tx(sending, sending.machine.first_token(7, None, 0))
             self.carry_out_tx(sending, sending.machine.pushed([1] * PER_TRANSFER, 1, self.now))
         self.settle_sender()
+
+    # Connectors that fail
+
+    @precondition(lambda self: self.sending)
+    @rule(data=st.data())
+    def fail_connector(self, data: st.DataObject) -> None:
+        sending = data.draw(st.sampled_from(list(self.sending.values())))
+        sending.giving_up = not sending.waiting
+
+    def switch(self, sending: Sending) -> None:
+        """To the next one, or there is none."""
+        sending.giving_up = False
+        machine = sending.machine
+        following = [connector for connector in CONNECTORS if connector not in sending.tried]
+        if not following:
+            self.carry_out_tx(sending, machine.failed("no connector works"))
+            return
+        sending.connector, sending.waiting = following[0], True
+        sending.tried.add(following[0])
+        self.carry_out_tx(sending, machine.switch(following[0], "it failed", self.now))
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data())
+    def lose_bytes(self, data: st.DataObject) -> None:
+        """The receiver's connector says that a frame was lost."""
+        transfer = data.draw(st.sampled_from(self.under_way()))
+        self.carry_out_rx(transfer, transfer.machine.lost("a frame was lost", self.now))
+
+    @precondition(lambda self: self.revocable and self.frames)
+    @rule(data=st.data())
+    def land_late(self, data: st.DataObject) -> None:
+        """A frame comes again, from wherever it was kept; a connector writes what its table allows."""
+        connector, key, blocks, layer = data.draw(st.sampled_from(self.frames))
+        for ref in blocks:
+            if self.allowed.get((connector, ref.block_id)) == ref.generation:
+                assert self.owner[ref.block_id] == key, f"{key} wrote into a block of {self.owner[ref.block_id]}"
+                assert self.receiving[key].connector == connector, "written over a connector that was given up"
+                self.content[ref.block_id][layer] = key
 
     @precondition(lambda self: self.under_way())
     @rule(rounds=st.integers(1, 5))
@@ -320,6 +387,8 @@ class World(RuleBasedStateMachine):
             self.to_sender += [(self.now, send.message) for send in rx.answer_unknown(message)]  # type: ignore[arg-type]
         if transfer is not None:
             self.carry_out_rx(transfer, transfer.machine.on_message(message, self.now))  # type: ignore[arg-type]
+            if transfer.machine.state is ReceiverState.FENCING and self.fenced(transfer):
+                self.carry_out_rx(transfer, transfer.machine.on_fenced(self.now))
 
     @precondition(lambda self: self.to_sender or self.to_receiver)
     @rule(data=st.data())
@@ -376,7 +445,7 @@ class World(RuleBasedStateMachine):
         self.to_receiver = [entry for entry in self.to_receiver if entry[0] > self.now - STREAM]
         for transfer in self.receiving.values():
             self.carry_out_rx(transfer, transfer.machine.on_tick(self.now))
-            if transfer.machine.state is ReceiverState.ABORTING and self.fenced(transfer):
+            if transfer.machine.to_be_fenced and self.fenced(transfer):
                 self.carry_out_rx(transfer, transfer.machine.on_fenced(self.now))
         for peer, machine, actions in self.table.on_tick(self.now):
             self.carry_out_tx(self.sending[(peer, machine.transfer_id)], actions)
