@@ -73,6 +73,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     max_waiting: int = 2048
     max_model_len: int = 0  # 0: the model's
     threads: int = 1  # compute threads
+    worker_port: int = 0  # of the gRPC server; 0: any free one
     connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo"] = "auto"
     drain_seconds: float = 5.0
 
@@ -102,6 +103,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "worker_wait": (0, 86400),
     "local_prefill_tokens": (0, _NO_LIMIT),
     "port": (0, 65535),
+    "worker_port": (0, 65535),
 }
 
 

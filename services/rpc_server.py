@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -14,6 +15,8 @@ from prometheus_client.exposition import generate_latest
 
 from services.rpc import cluster_pb2, cluster_pb2_grpc
 from services.security import METADATA_KEY, ClusterKey
+
+T = TypeVar("T")
 
 # W3C trace context of the request being served; channels hand it to the next hop.
 traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
@@ -135,6 +138,24 @@ class RpcServer:
     async def stop(self, grace: float = 0.5) -> None:
         """Ends all calls within `grace` seconds."""
         await self.server.stop(grace)
+
+
+class ChannelClosed(Exception):
+    """The channel was closed under a call, as its peer has left the cluster."""
+
+
+async def answer_of(call: Awaitable[T]) -> T:
+    """The answer of a unary call. Raises ChannelClosed where gRPC cancels whoever waits, and AioRpcError.
+
+    A task that is cancelled by nobody must not end as if it were: what it was to do would be left undone.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise ChannelClosed("the peer has left") from None
 
 
 def make_channel(address: str, key: ClusterKey | None) -> grpc.aio.Channel:

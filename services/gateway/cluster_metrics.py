@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from services.cluster_state import ClusterState
 from services.gateway.placement import Placements
 from services.rpc import cluster_pb2, cluster_pb2_grpc
+from services.rpc_server import ChannelClosed, answer_of
 
 log = structlog.get_logger()
 
@@ -59,8 +60,10 @@ async def cluster_metrics(state: ClusterState, placements: Placements) -> bytes:
 async def _fetch(placements: Placements, member: cluster_pb2.Member) -> str | None:
     stub = cluster_pb2_grpc.NodeStub(placements.channel(member.grpc_address))
     try:
-        reply = await stub.Metrics(cluster_pb2.MetricsRequest(), timeout=_MEMBER_SECONDS)
+        reply = await answer_of(stub.Metrics(cluster_pb2.MetricsRequest(), timeout=_MEMBER_SECONDS))
     except grpc.aio.AioRpcError as error:
         log.debug("a member does not tell its metrics", member=member.name, code=error.code().name)
+        return None
+    except ChannelClosed:
         return None
     return bytes(reply.text).decode(errors="replace")

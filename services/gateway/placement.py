@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.cluster_state import ClusterState
 from services.gateway.errors import ApiError, invalid, overloaded, timed_out, unavailable
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.rpc_server import make_channel
+from services.rpc_server import ChannelClosed, answer_of, make_channel
 from services.security import ClusterKey
 
 log = structlog.get_logger()
@@ -118,9 +118,9 @@ class Placements:
                         raise unavailable("All workers are asleep; `tandem wake` wakes them", _WAKING_SECONDS)
                     request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
                     stub = router_pb2_grpc.RouterStub(self.channel(self._router_address(attempt.num)))
-                    placement: router_pb2.Placement = await stub.Place(request, timeout=_PLACE_SECONDS)
+                    placement: router_pb2.Placement = await answer_of(stub.Place(request, timeout=_PLACE_SECONDS))
                     return placement
-        except NoRouter:
+        except (NoRouter, ChannelClosed):
             raise unavailable("No router is available now") from None
         except grpc.aio.AioRpcError as error:
             raise _refusal(error, deadline) from None
@@ -134,7 +134,9 @@ class Placements:
         request.deadline_seconds = remaining
         try:
             stub = worker_pb2_grpc.WorkerStub(self.channel(worker.address))
-            await stub.Submit(request, timeout=min(_SUBMIT_SECONDS, remaining))
+            await answer_of(stub.Submit(request, timeout=min(_SUBMIT_SECONDS, remaining)))
+        except ChannelClosed as error:
+            raise WorkerLost(str(error)) from None
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise invalid(error.details() or "The request cannot run", None) from None
@@ -211,13 +213,15 @@ class Placements:
 async def _notice(call: Any) -> None:
     """Waits for a call whose failure changes nothing: the peer is gone, or its lease runs out."""
     try:
-        await call
+        await answer_of(call)
     except grpc.aio.AioRpcError as error:
         log.debug("a notice was lost", code=error.code().name, details=error.details())
+    except ChannelClosed as error:
+        log.debug("a notice was lost", details=str(error))
 
 
 def _worth_a_retry(error: Exception) -> bool:
-    if isinstance(error, NoRouter):
+    if isinstance(error, NoRouter | ChannelClosed):
         return True
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in _TRY_AGAIN
 

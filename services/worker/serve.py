@@ -99,7 +99,7 @@ class Worker:
         sys.setswitchinterval(_SWITCH_SECONDS)
         for name in reap_stale_segments():
             log.info("removed shared memory of a dead worker", segment=name)
-        rpc = RpcServer(config.bind, 0, self._key, self.metrics.registry)
+        rpc = RpcServer(config.bind, config.worker_port, self._key, self.metrics.registry)
         state = ClusterState(config.state, config.cluster)
         await state.connect()
         try:

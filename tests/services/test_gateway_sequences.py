@@ -47,12 +47,15 @@ class Worker(worker_pb2_grpc.WorkerServicer):
         self.behaviours = behaviours
         self.submitted: list[worker_pb2.SubmitRequest] = []
         self.aborted: list[int] = []
+        self.stopped = False  # takes no request, and does not say so
         self.server = RpcServer("127.0.0.1", 0, None, CollectorRegistry())
         self.incarnation = name * 32
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
 
     async def Submit(self, request: worker_pb2.SubmitRequest, context: Any) -> worker_pb2.SubmitReply:
         self.submitted.append(request)
+        if self.stopped:
+            await asyncio.sleep(60)
         behaviour = self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
         try:
             outputs = behaviour(self, request)
@@ -98,10 +101,17 @@ class Router(router_pb2_grpc.RouterServicer):
 class Setting:
     """One gateway's parts with a router and workers."""
 
-    def __init__(self, placements: Placements, tokens: TokenSocket, router: Router) -> None:
+    def __init__(
+        self, placements: Placements, tokens: TokenSocket, router: Router, states: dict[str, ClusterState]
+    ) -> None:
         self.placements = placements
+        self._states = states
         self.tokens = tokens
         self.router = router
+
+    async def leave(self, worker: Worker) -> None:
+        """The worker is no member any more, as all hear; its server stays."""
+        await self._states[worker.server.address].close()
 
     def sequence(self, **fields: Any) -> Sequence:
         spec = SequenceSpec(
@@ -126,7 +136,7 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
     embedded = EmbeddedState()
     workers = [Worker("abcdef"[i], list(b)) for i, b in enumerate(behaviours)]
     router = Router(workers)
-    states = []
+    states: dict[str, ClusterState] = {}
     for part in (router, *workers):
         await part.server.start()
         await part.server.set_healthy(True)
@@ -138,18 +148,18 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
             member.model.name = "m"
             member.model.layout, member.model.block_size = f"l{len(states)}", 16 * len(states)
         await state.register(member)
-        states.append(state)
+        states[part.server.address] = state
     state = ClusterState(embedded.url, "test")
     await state.connect()
     tokens = TokenSocket("127.0.0.1", None)
     receiving = asyncio.create_task(tokens.run())
     placements = Placements(state, None, wait)
     try:
-        yield Setting(placements, tokens, router)
+        yield Setting(placements, tokens, router, states)
     finally:
         receiving.cancel()
         await placements.close()
-        for each in (state, *states):
+        for each in (state, *states.values()):
             await each.close()
         for part in (router, *workers):
             await part.server.stop(0)
@@ -239,6 +249,19 @@ async def test_a_worker_that_aborts_or_refuses_is_excluded() -> None:
         a, b, c = all_.router.workers
         assert (len(a.submitted), len(b.submitted), len(c.submitted)) == (1, 1, 1)
         assert list(all_.router.placed[-1].exclude_incarnations) == [a.incarnation, b.incarnation]
+
+
+async def test_a_worker_that_leaves_before_it_has_taken_the_request_is_left() -> None:
+    """As one that was stopped: gRPC cancels the call with its channel, and the request must not end with it."""
+    async with setting([finish], [finish]) as all_:
+        stopped, _ = all_.router.workers
+        stopped.stopped = True
+        sequence = all_.sequence()
+        running = asyncio.create_task(sequence.run())
+        await eventually(lambda: bool(stopped.submitted))
+        await all_.leave(stopped)
+        await asyncio.wait_for(running, 5)
+        assert (sequence.finish_reason, sequence.failure, taken(sequence)) == ("length", None, OUTPUT)
 
 
 async def test_a_worker_whose_connection_breaks_is_left() -> None:
