@@ -213,7 +213,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             )
             sending.timeline.mark("last layer", at=sending.computed_at)
             sending.timeline.mark("first token")
-            self._tokens.publish(order.reply_to, [first])
+            sampling = order.request.sampling
+            if output.token_ids[0] not in sampling.stop_token_ids + sampling.eos_token_ids:
+                # One that ends the answer is no text of it: the decode worker will say both at once.
+                self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
             sending.computed = True
             self._loop.create_task(self._see_out(sending))
