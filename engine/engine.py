@@ -16,14 +16,14 @@ from engine import cuda_start
 from engine.attention.base import LayerKind
 from engine.attention.sdpa import SdpaBackend
 from engine.block_pool import BlockPool
+from engine.cache_memory import KVMemory, cache_size, make_caches, with_shared_memory
 from engine.config import read_config
 from engine.hashing import root_hash
-from engine.kv_cache import KVCache, KVCacheSpec, KVMemory, PrivateMemory
 from engine.loaded import LoadedModel, load
 from engine.memory import DeviceMemory, DoesNotFit, host_memory, model_len, require_host_cache
 from engine.parallel.group import ALONE, RankError, rank_config
 from engine.parallel.lead import LeadingGroup
-from engine.parallel.messages import Build, Sleep, Wake
+from engine.parallel.messages import Build, Meet, Sleep, Wake
 from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
 from engine.runner import Computation, Model, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
@@ -34,8 +34,6 @@ from engine.weights.read import Progress
 
 if TYPE_CHECKING:
     from engine.cuda_runner import CudaRunner
-
-_KV_MEMORY = 1 << 30  # bytes, on CPU
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None  # None: leave torch's default
     dummy_seed: int | None = None  # random weights from this seed instead of the folder's
     # Gives memory for a KV cache of (blocks, bytes of a block) on CPU, such as shared memory; None: it has none.
+    # Several ranks on CPU have theirs side by side in it, so it must be a file that others can open, `path`.
     allocate: Callable[[int, int], KVMemory | None] | None = None
+    kv_file: str | None = None  # for ranks other than 0: where that memory is
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def encoded(self) -> bytes:
-        """For other processes, which allocate by themselves."""
+        """For other processes."""
         return msgspec.msgpack.encode(msgspec.structs.replace(self, allocate=None))
 
 
@@ -106,15 +106,13 @@ class EngineBusy(RuntimeError):
 class Engine:
     """One model on one device, with its KV cache, scheduler and sampler.
 
-    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the cache. `listen()`
-    is called there just before the next step is planned ahead: what it adds can still join that step.
+    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the caches of all ranks.
+    `listen()` is called there just before the next step is planned ahead: what it adds can still join that step.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         model_config = loaded.config
-        spec = KVCacheSpec.of(model_config, config.block_size, config.cache_dtype, scales=loaded.kv_scales)
-        kv_memory = config.kv_memory or _KV_MEMORY
-        num_blocks = config.num_blocks if config.num_blocks is not None else kv_memory // spec.block_bytes
+        spec, num_blocks = cache_size(loaded, config)
         self.max_model_len = model_len(
             config.max_model_len, model_config.max_position_embeddings, num_blocks, spec.block_size, spec.block_bytes
         )
@@ -122,11 +120,8 @@ class Engine:
             require_host_cache(config.tensor_parallel * num_blocks * spec.block_bytes, *host_memory())
         self.fingerprint = loaded.fingerprint
         self.memory: DeviceMemory | None = None  # of the device, if the cache was sized by it
-        self._kv_memory = config.allocate(num_blocks, spec.block_bytes) if config.allocate is not None else None
-        if self._kv_memory is None and config.device == "cpu":
-            self._kv_memory = PrivateMemory(num_blocks * spec.block_bytes)
-        buffer = None if self._kv_memory is None else self._kv_memory.buffer
-        self.kv_cache = KVCache(spec, num_blocks, buffer, config.device)
+        # `pages` are those of all ranks, one after another, where this process sees them: what peers read and write.
+        self._kv_memory, self.kv_cache, self.pages = make_caches(loaded.group.rank, config, spec, num_blocks)
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
         self.on_layer: Callable[[int, Step], None] | None = None
         self.listen: Callable[[], None] = lambda: None
@@ -178,6 +173,7 @@ class Engine:
             loaded = load(folder, config, group, progress)
 
             def make(sized: EngineConfig) -> Engine:
+                sized = with_shared_memory(loaded, sized)
                 with group.together(Build(sized.encoded())):
                     return cls(loaded, sized)
 
@@ -374,8 +370,8 @@ class Engine:
         )
 
     def generation(self, block_id: int) -> int:
-        """How often a block was handed out; safe to call from any thread."""
-        return self._pool.generation(block_id)
+        """How often the block of a page, of any rank, was handed out; safe to call from any thread."""
+        return self._pool.generation(block_id % self.kv_cache.num_blocks)
 
     def orphaned_blocks(self, detached: list[int]) -> int:
         """Blocks held by no request and not `detached`; anything but 0 is a leak."""
@@ -408,6 +404,7 @@ class Engine:
             assert self._runner is not None
             try:
                 result = self._runner.run(step.entries, self._hook(step), lambda: self._foresee(step))
+                self._end_layers(step)
             except RankError:
                 raise
             except Exception as error:  # whatever the model or the hook raises
@@ -425,8 +422,19 @@ class Engine:
         return self._scheduler.foresee(step)
 
     def _hook(self, step: Step) -> Callable[[int], None] | None:
-        hook = self.on_layer
-        return None if hook is None else lambda layer: hook(layer, step)
+        if (hook := self.on_layer) is None:
+            return None
+        # Other ranks have written a layer for certain when this one has their sums of it and is at the next.
+        behind = int(self._loaded.group.size > 1)
+        return lambda layer: hook(layer - behind, step) if layer >= behind else None
+
+    def _end_layers(self, step: Step) -> None:
+        """The last call of `on_layer`, where ranks have to be waited for."""
+        group = self._loaded.group
+        if self.on_layer is not None and group.size > 1:
+            with group.together(Meet()):
+                group.meet()
+            self.on_layer(self.kv_cache.spec.num_layers - 1, step)
 
     def _book(self, step: Step, result: StepResult) -> list[TokenOutput]:
         """Brings what was computed into the sequences; returns their outputs."""

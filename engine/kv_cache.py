@@ -4,10 +4,9 @@ One tensor holds everything. One block is one contiguous range of it, and so is 
 can be moved to another worker without packing. Who owns which block is the business of `engine.block_pool`.
 """
 
-import mmap
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -91,37 +90,6 @@ class KVCacheSpec:
             f"layers={self.num_layers},tokens={self.block_size},kv_heads={self.num_kv_heads}"
             f",k|v={self.head_dim}+{self.head_dim},{dtype}{ranks}{scales}"
         )
-
-
-class KVMemory(Protocol):
-    """Memory on CPU for a KV cache. It can be given back and taken again, at the same address and full of zeros."""
-
-    @property
-    def buffer(self) -> Any:
-        """Writable bytes."""
-        ...
-
-    def release(self) -> None:
-        """Gives the pages back. What is written meanwhile takes them again."""
-        ...
-
-    def reserve(self) -> None:
-        """Takes all pages again. Raises what the kind of memory raises if there are none."""
-        ...
-
-
-class PrivateMemory:
-    """`size` bytes of this process alone."""
-
-    def __init__(self, size: int) -> None:
-        self.buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-    def release(self) -> None:
-        """See `KVMemory`."""
-        self.buffer.madvise(mmap.MADV_DONTNEED)
-
-    def reserve(self) -> None:
-        """See `KVMemory`. Pages come when they are written to, and the kernel promises them all."""
 
 
 class KVCache:

@@ -87,7 +87,7 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda for --aggregated workers.")] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(help="Processes that share the model of each --aggregated worker.  [default: 1]")
+        int | None, typer.Option(help="Processes that share the model of each worker.  [default: 1]")
     ] = None,
     dummy_seed: Annotated[int | None, typer.Option(help="Random weights from this seed, for benchmarks.")] = None,
     connector: Annotated[str | None, typer.Option(help="auto, shared_memory, tcp, zmq or gloo.")] = None,

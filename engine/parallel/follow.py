@@ -28,6 +28,7 @@ from engine.parallel.messages import (
     Forward,
     Keep,
     Logits,
+    Meet,
     Message,
     Plan,
     Replay,
@@ -70,6 +71,8 @@ class Follower:
                 self._engine = Engine(self._loaded, msgspec.msgpack.decode(config, type=EngineConfig))
             case Room():
                 cuda_start.room(self._built, self._loaded)
+            case Meet():
+                self._group.meet()
             case Sleep():
                 self._context = None
                 self._built.release_memory()

@@ -55,6 +55,9 @@ class Group:
         """Has the other ranks make the call that the caller makes inside."""
         return nullcontext()
 
+    def meet(self) -> None:
+        """Waits until all ranks are here."""
+
     def least(self, value: int) -> int:
         """The smallest of the ranks' values."""
         return value
@@ -136,6 +139,10 @@ class TensorParallelGroup(Group):
     def concatenate(self, part: torch.Tensor) -> torch.Tensor:
         """See `Group.concatenate`."""
         return self._gathered(part).transpose(0, 1).reshape(len(part), -1)
+
+    def meet(self) -> None:
+        """See `Group.meet`."""
+        dist.barrier()
 
     def least(self, value: int) -> int:
         """See `Group.least`."""

@@ -36,6 +36,10 @@ class Room(msgspec.Struct, tag=True):
     """The ranks agree on how much memory is left for the KV cache."""
 
 
+class Meet(msgspec.Struct, tag=True):
+    """`meet` of the group: what was asked for before is done everywhere."""
+
+
 class Sleep(msgspec.Struct, tag=True):
     """`release_memory` of the engine."""
 
@@ -85,7 +89,7 @@ class Keep(msgspec.Struct, tag=True):
     count: int
 
 
-Message = Start | Build | Room | Sleep | Wake | Plan | Forward | Logits | Replay | Keep
+Message = Start | Build | Room | Meet | Sleep | Wake | Plan | Forward | Logits | Replay | Keep
 
 
 class SpanWriter:

@@ -93,6 +93,11 @@ class SharedSegment:
         """The pool's bytes."""
         return memoryview(self._mapping)[: self.pool_bytes]
 
+    @property
+    def path(self) -> str:
+        """The file, whose first bytes are the pool's."""
+        return str(_DIRECTORY / self.name)
+
     def release(self) -> None:
         """Gives the pool's pages back. Senders keep their mappings, and what one wrote would take pages again."""
         self._mapping.madvise(mmap.MADV_REMOVE, 0, self.pool_bytes)

@@ -72,7 +72,7 @@ class Receiving:
     machine: rx.ReceiverTransfer
     link: Link
     connector: ReceiverConnector  # the one that may write
-    blocks: list[BlockRef]
+    blocks: list[BlockRef]  # pages of all ranks for each block
     timeline: Timeline
     started: float
     landed_at: float = 0.0
@@ -190,13 +190,15 @@ class KvReceiver:
             self._metrics.transfers.labels("recomputed").inc()
             await self._engine.call(partial(engine.recompute, key) if reservation else partial(engine.add, request))
             return
+        ranks, num_blocks = engine.kv_cache.spec.ranks, engine.kv_cache.num_blocks
         blocks = [
-            BlockRef(self._incarnation, block_id, generation)
+            BlockRef(self._incarnation, rank * num_blocks + block_id, generation)
             for block_id, generation in zip(
                 reservation.block_ids[reservation.num_cached_blocks :],
                 reservation.generations[reservation.num_cached_blocks :],
                 strict=True,
             )
+            for rank in range(ranks)
         ]
         order = Order(
             transfer_id=key,
@@ -366,7 +368,8 @@ class KvReceiver:
                         log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
                         self._metrics.transfers.labels("recomputed").inc()
                     receiving.timeline.mark("recomputed" if recompute else "aborted", reason)
-                    receiving.quarantine = [ref.block_id for ref in receiving.blocks]
+                    ranks = engine.kv_cache.spec.ranks
+                    receiving.quarantine = [ref.block_id for ref in receiving.blocks[::ranks]]
                     self._engine.post(partial(engine.detach, key, then_wait=recompute))
                 case rx.Expect(kind):
                     receiving.connector = self._connectors[kind]
@@ -406,7 +409,7 @@ class KvReceiver:
     async def _verify(self, receiving: Receiving, done: Done) -> None:
         """Waits for what was sent, shuts the writer out, and only then compares: what is right must stay right."""
         machine, link, key = receiving.machine, receiving.link, receiving.machine.transfer_id
-        connector, cache = receiving.connector, self._engine.engine.kv_cache
+        connector, pages = receiving.connector, self._engine.engine.pages
         late_at = time.monotonic() + _LATE_BYTES_SECONDS
         while is_late := (landed := connector.bytes_landed(key)) is not None and landed < done.num_bytes:
             gone = machine.state is not ReceiverState.VERIFYING or connector.failure(key) is not None
@@ -417,12 +420,12 @@ class KvReceiver:
             if machine.state is not ReceiverState.VERIFYING:
                 return
             await asyncio.sleep(_POLL_SECONDS)
-        blocks = [ref.block_id for ref in receiving.blocks]
+        ordered = [ref.block_id for ref in receiving.blocks]
 
         def matches() -> bool:
-            return len(done.checksums) == len(blocks) and all(
-                xxhash.xxh3_64_intdigest(cache.block_bytes_view(block)) == checksum
-                for block, checksum in zip(blocks, done.checksums, strict=True)
+            return len(done.checksums) == len(ordered) and all(
+                xxhash.xxh3_64_intdigest(pages.block_bytes_view(page)) == checksum
+                for page, checksum in zip(ordered, done.checksums, strict=True)
             )
 
         ok = await asyncio.to_thread(matches)

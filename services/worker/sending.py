@@ -242,7 +242,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         order, plan, used = sending.order, sending.peer.plan, sending.used
         if used is None:
             return
-        pages = self._engine.engine.kv_cache.tensor
+        pages = self._engine.engine.pages.tensor
         try:
             num_bytes = 0
             for push in plan.pushes(pages, layer, block_ids, order, start, end):
@@ -282,7 +282,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
         def flush_and_sum(blocks: list[int]) -> list[int]:
             chosen.connector.flush(key)
-            return sending.peer.plan.checksums(engine.kv_cache.tensor, blocks, sending.order)
+            return sending.peer.plan.checksums(engine.pages.tensor, blocks, sending.order)
 
         if is_over():
             return

@@ -122,11 +122,6 @@ class Worker:
             )
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
-        if config.tensor_parallel > 1 and config.role != "aggregated":
-            raise ConfigError(
-                f"tensor_parallel {config.tensor_parallel}: KV that is spread over ranks cannot be moved between "
-                "workers; run `tandem up --aggregated 1`"
-            )
         if config.device == "cuda" and torch.cuda.device_count() < config.tensor_parallel:
             raise ConfigError(
                 f"tensor_parallel {config.tensor_parallel}: torch sees {torch.cuda.device_count()} CUDA devices here, "
@@ -134,7 +129,9 @@ class Worker:
             )
         folder = Path(config.model)
         usual = _USUAL[config.device]
-        share = config.role == "decode" and config.connector in ("auto", "shared_memory")
+        # Peers reach the caches of all ranks through rank 0.
+        ranks_are_reached = config.tensor_parallel > 1 and config.role != "aggregated"
+        share = ranks_are_reached or (config.role == "decode" and config.connector in ("auto", "shared_memory"))
         told = LoadLog()
         engine = Engine.build(
             folder,
@@ -179,7 +176,7 @@ class Worker:
             self._segment = SharedSegment(num_blocks * block_bytes, num_blocks)
             return self._segment
         except ConnectorError as error:
-            if self._config.connector == "shared_memory":
+            if self._config.connector == "shared_memory" or self._config.tensor_parallel > 1:
                 raise
             log.warning("no shared memory for the KV pool, TCP is used", reason=str(error))
             return None
@@ -188,13 +185,13 @@ class Worker:
         config = self._config
         spec = engine.kv_cache.spec
         pool = PoolDescription(
-            self.incarnation, engine.kv_cache.num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout
+            self.incarnation, engine.pages.num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout
         )
         stream_key = self._key.kv_streams if self._key else b""
         if config.role == "decode":
-            if self._segment is not None:
+            if self._segment is not None and config.connector in ("auto", "shared_memory"):
                 self._connectors.append(SharedMemoryReceiver(self._segment, pool))
-            tensor, generation, host = engine.kv_cache.tensor, engine.generation, config.bind
+            tensor, generation, host = engine.pages.tensor, engine.generation, config.bind
             streams: dict[str, Callable[[], ReceiverConnector]] = {
                 "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key),
                 "zmq": lambda: ZmqReceiver(tensor, pool, generation, host, self._secure),

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from engine.cache_memory import KVMemory
 from engine.config import ModelConfig
 from engine.engine import Engine, EngineConfig
-from engine.kv_cache import KVCache, KVMemory
+from engine.kv_cache import KVCache
 from engine.loaded import LoadedModel
 from engine.parallel.group import ALONE
 from engine.runner import StepResult

@@ -112,3 +112,33 @@ def test_blocks_of_other_sizes(
         stop_cluster(cluster)
     expected = aggregated_answers[:count] + aggregated_answers[:8]
     assert [number for number in range(count + 8) if got[number] != expected[number]] == []
+
+
+def test_kv_that_is_rounded_on_its_way(tmp_path: Path) -> None:
+    """From a cache of float32 into one of FP8: the first token is computed without rounding, what follows nearly so."""
+    requests = [request | {"temperature": 0} for request in mixed_requests(40)]
+    model = str(tiny_model(tmp_path / "tiny"))
+    fp8 = ("--decode-setting", "kv_dtype=fp8", "--decode-setting", "block_size=8", "--local-prefill-tokens", "0")
+    exact = start_cluster(tmp_path / "exact", *COMMON, "--aggregated", "1", model=model)
+    try:
+        expected = answers(exact, requests)
+    finally:
+        stop_cluster(exact)
+    cluster = start_cluster(tmp_path / "fp8", *COMMON, *fp8, model=model)
+    try:
+        got = answers(cluster, requests)
+        assert cluster.metric("tandem_kv_transfers_total", outcome="committed") == len(requests)
+        assert cluster.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
+    assert [(t[:1], p[:1]) for t, p, _ in got] == [(t[:1], p[:1]) for t, p, _ in expected]
+    same = [
+        (p, q)
+        for (t, ps, _), (u, qs, _) in zip(got, expected, strict=True)
+        if t == u
+        for p, q in zip(ps, qs, strict=True)
+    ]
+    assert len(same) > 200
+    differences = [abs(p - q) for p, q in same]
+    assert 0 < sum(differences) / len(same) < 0.02

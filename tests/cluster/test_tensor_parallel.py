@@ -1,5 +1,6 @@
-"""A worker of two ranks answers what a worker of one does, and a rank that dies is a worker that dies."""
+"""A worker of several ranks answers what a worker of one does, and a rank that dies is a worker that dies."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -58,8 +59,34 @@ def test_two_ranks_answer_as_one_and_die_together(tmp_path: Path) -> None:
         stop_cluster(two)
 
 
-def test_ranks_do_not_move_kv(tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="no event 'ready'"):
-        start_cluster(tmp_path / "c", "--tensor-parallel", "2", model=str(tiny_model(tmp_path / "tiny")))
-    log = (tmp_path / "c" / "up.log").read_text()
-    assert "KV that is spread over ranks cannot be moved between workers; run `tandem up --aggregated 1`" in log
+@pytest.mark.parametrize(
+    ("prefill", "decode", "connector"), [(2, 1, "shared_memory"), (1, 2, "tcp"), (4, 1, "zmq"), (2, 4, "shared_memory")]
+)
+def test_workers_of_other_numbers_of_ranks_exchange_kv(
+    prefill: int, decode: int, connector: str, tmp_path: Path
+) -> None:
+    """Ranks have other last bits than a worker of one, so that scores are equal within rounding only."""
+    model = tiny_model(tmp_path / "tiny")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    one = start_cluster(tmp_path / "one", *COMMON, model=str(model))
+    try:
+        expected = all_answers(one)
+    finally:
+        stop_cluster(one)
+    flags = ("--dummy-seed", "5", "--threads", "1", "--max-batched-tokens", "40", "--local-prefill-tokens", "0")
+    sides = ("--prefill-setting", f"tensor_parallel={prefill}", "--decode-setting", f"tensor_parallel={decode}")
+    small = ("--prefill-setting", "block_size=8", "--kv-blocks", "200", "--connector", connector)
+    both = start_cluster(tmp_path / "both", *flags, *sides, *small, model=str(model))
+    try:
+        found = all_answers(both)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+        for (_, logprobs), (_, expected_logprobs) in zip(found, expected, strict=True):
+            assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
+        assert all_answers(both) == found  # with what is cached by now
+        assert both.metric("tandem_kv_transfers_total", outcome="committed") == 4 * len(PROMPTS)
+        assert both.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
+        assert both.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
+        both.wait_idle()
+    finally:
+        stop_cluster(both)

@@ -138,6 +138,8 @@ def test_memory_that_somebody_gave(llama_folder: Path) -> None:
             self.buffer = bytearray(size)
             self.calls: list[str] = []
 
+        path = None
+
         def release(self) -> None:
             self.calls.append("release")
 
