@@ -147,11 +147,12 @@ class DistributedSender(TcpSender):
     """Sends rows that lie on `device`. Raises ConnectorError as TcpSender does; a group is made with the first push."""
 
     _stream_type = _SendingPair
-    _num_streams = 1
     _frame_bytes = 4 << 20
 
     def __init__(self, description: bytes, layout: str, key: bytes, device: torch.device) -> None:
         self._device = device
+        # On CPU one copies and sums while the other sends; kernels of two communicators would wait for each other.
+        self._num_streams = 2 if device.type == "cpu" else 1
         super().__init__(description, layout, key)
 
     def _ready(self, source: torch.Tensor) -> torch.cuda.Event | None:

@@ -113,7 +113,7 @@ def test_a_sender_that_hangs_is_shut_out_at_once_and_others_go_on(
         other.close()
         pool.cache.tensor.zero_()
         time.sleep(0.6)  # whatever waits for the frozen one has given up
-        hung += not pool.receiver._streams
+        hung += len(pool.receiver._streams) < 2
         peer.process.send_signal(signal.SIGCONT)
         time.sleep(0.1)
         assert not pool.cache.tensor.any()
