@@ -59,6 +59,7 @@ class HashRunner:
         # [blocks, layers, page, ROW], a view
         self._pages: npt.NDArray[np.uint8] = cache.tensor.flatten(3).view(torch.uint8).numpy()
         self._layer_seconds = layer_seconds
+        self._block_size = cache.spec.block_size
 
     def run(
         self,
@@ -81,21 +82,25 @@ class HashRunner:
         return result
 
     def _compute(self, entry: Entry, layer: int) -> None:
-        blocks = entry.sequence.block_ids
+        blocks, size = entry.sequence.block_ids, self._block_size
         before = b""
         if entry.start:
             last = entry.start - 1
-            before = self._pages[blocks[last // BLOCK], layer, last % BLOCK].tobytes()
+            before = self._pages[blocks[last // size], layer, last % size].tobytes()
         for position in range(entry.start, entry.end):
             before = kv_row(layer, entry.sequence.token_ids[position], before)
-            self._pages[blocks[position // BLOCK], layer, position % BLOCK] = np.frombuffer(before, np.uint8)
+            self._pages[blocks[position // size], layer, position % size] = np.frombuffer(before, np.uint8)
 
 
 class MockEngine(Engine):
     """Everything of the engine but its model."""
 
     def __init__(
-        self, num_blocks: int, layer_seconds: float, allocate: Callable[[int, int], KVMemory | None] | None = None
+        self,
+        num_blocks: int,
+        layer_seconds: float,
+        allocate: Callable[[int, int], KVMemory | None] | None = None,
+        block_size: int = BLOCK,
     ) -> None:
         self._layer_seconds = layer_seconds
         shape = ModelConfig(
@@ -112,7 +117,7 @@ class MockEngine(Engine):
             max_position_embeddings=1024,
         )
         loaded = LoadedModel(None, shape, FINGERPRINT, ALONE, 0, 0, None)  # type: ignore[arg-type]
-        config = EngineConfig(block_size=BLOCK, num_blocks=num_blocks, max_batched_tokens=48, allocate=allocate)
+        config = EngineConfig(block_size=block_size, num_blocks=num_blocks, max_batched_tokens=48, allocate=allocate)
         super().__init__(loaded, config)
 
     def _make_runner(self) -> HashRunner:  # type: ignore[override]

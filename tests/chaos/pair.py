@@ -14,7 +14,7 @@ import xxhash
 from chaos.control_proxy import ControlProxy
 from chaos.faults import Faults
 from chaos.faulty_sender import FaultySender
-from chaos.mock_engine import FINGERPRINT, MockEngine
+from chaos.mock_engine import BLOCK, FINGERPRINT, MockEngine
 from chaos.stream_proxy import StreamProxy, tcp_units, zmtp_units
 
 from engine.engine import StepOutput
@@ -107,9 +107,13 @@ class Prefill(Worker):
     """Computes prompts; 2 ms a layer, so that there is a time in the middle."""
 
     def __init__(
-        self, open_connector: Callable[[str, str, bytes], SenderConnector], forced: str | None, on_crash: OnCrash
+        self,
+        open_connector: Callable[[str, str, bytes], SenderConnector],
+        forced: str | None,
+        block_size: int,
+        on_crash: OnCrash,
     ) -> None:
-        super().__init__(MockEngine(256, 0.002), on_crash)
+        super().__init__(MockEngine(256 * BLOCK // block_size, 0.002, block_size=block_size), on_crash)
         self.sender = KvSender(
             self.incarnation,
             FINGERPRINT,
@@ -201,10 +205,12 @@ class Pair:
         others: Sequence[str] = (),
         forced: str | None = None,
         fenced: bool = True,
+        prefill_block_size: int = BLOCK,
     ) -> None:
         self.kind = connector
         self._others = others
         self._forced = forced
+        self._prefill_block_size = prefill_block_size
         self.faults = faults
         self.crashes: list[Exception] = []
         self.crashed = asyncio.Event()
@@ -213,7 +219,7 @@ class Pair:
 
     async def start(self) -> None:
         self.decode = Decode((self.kind, *self._others), self._crash)
-        self.prefill = Prefill(self._open_connector, self._forced, self._crash)
+        self.prefill = Prefill(self._open_connector, self._forced, self._prefill_block_size, self._crash)
         self.control = ControlProxy(self.faults)
         self.stream = StreamProxy(self.faults, zmtp_units if self.kind == "zmq" else tcp_units)
         if not self._fenced:
@@ -326,10 +332,12 @@ def _insecure(socket: object, server: bool) -> None:
 
 
 @contextlib.asynccontextmanager
-async def linked(connector: str, faults: Faults, *, fenced: bool = True) -> AsyncIterator[Pair]:
+async def linked(
+    connector: str, faults: Faults, *, fenced: bool = True, prefill_block_size: int = BLOCK
+) -> AsyncIterator[Pair]:
     """A pair with short waits, while it is needed."""
     with short_waits():
-        pair = Pair(connector, faults, fenced=fenced)
+        pair = Pair(connector, faults, fenced=fenced, prefill_block_size=prefill_block_size)
         await pair.start()
         try:
             yield pair

@@ -16,6 +16,7 @@ import xxhash
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
+from chaos.mock_engine import BLOCK
 from chaos.pair import CONNECTORS, linked, without_checksums
 from prometheus_client import generate_latest
 
@@ -31,9 +32,15 @@ from services.worker.timelines import Timeline
 
 
 async def run(
-    connector: str, faults: Faults, requests: int, *, fenced: bool = True, abort_share: float = 0.1
+    connector: str,
+    faults: Faults,
+    requests: int,
+    *,
+    fenced: bool = True,
+    abort_share: float = 0.1,
+    prefill_block_size: int = BLOCK,
 ) -> Outcome:
-    async with linked(connector, faults, fenced=fenced) as pair:
+    async with linked(connector, faults, fenced=fenced, prefill_block_size=prefill_block_size) as pair:
         return await Load(pair, abort_share=abort_share).run(requests)
 
 
@@ -53,6 +60,14 @@ async def test_random_faults_change_no_token_and_leave_no_block(connector: str) 
     assert outcome.clean, outcome
     assert faults.total > 100, faults.happened
     assert {kind for (kind,) in faults.by(1)} >= set(KINDS) - set(HEAVY)
+
+
+@pytest.mark.parametrize(("connector", "block_size"), [("shared_memory", 3), ("tcp", 7)])
+async def test_random_faults_between_blocks_of_other_sizes(connector: str, block_size: int) -> None:
+    faults = Faults(dice(6), everywhere())
+    outcome = await run(connector, faults, 100, prefill_block_size=block_size)
+    assert outcome.clean, outcome
+    assert faults.total > 50, faults.happened
 
 
 async def test_without_checksums_damaged_bytes_are_found_out() -> None:
