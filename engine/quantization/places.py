@@ -82,7 +82,7 @@ def weight_scale_name(stored: str) -> str:
 
 
 def is_unused_scale(stored: str) -> bool:
-    """Whether the tensor is a scale that quantised checkpoints have and nothing here needs."""
+    """Whether the tensor is a scale that checkpoints may have and nothing here needs."""
     return stored.endswith(_UNUSED)
 
 

@@ -83,7 +83,7 @@ def _places(model: Decoder, folder: Path, scales: KVScales | None) -> list[tuple
             pairs.append((tensor, scale))
             continue
         ignored = tensor.name == "lm_head.weight" and model.config.tie_word_embeddings
-        if ignored or tensor.name.endswith("rotary_emb.inv_freq") or (quantised and is_unused_scale(tensor.name)):
+        if ignored or tensor.name.endswith("rotary_emb.inv_freq") or is_unused_scale(tensor.name):
             continue
         name = weight_scale_name(tensor.name)
         place = missing.pop(name, None)

@@ -16,6 +16,9 @@ from engine.hashing import root_hash
 from engine.kv_cache import KVCache, KVCacheSpec
 from engine.request import Request, SamplingParams
 from engine.weights.load import load_model
+from kv_transfer.messages import Order
+from kv_transfer.plan import TransferPlan
+from kv_transfer.references import BlockRef
 
 FP8 = torch.float8_e4m3fn
 KV_HEADS, HEADS, DIM = 2, 6, 16
@@ -216,6 +219,43 @@ def test_scales_are_folded_into_what_stands_around_the_cache(
             if theirs.attention.norms is not None:
                 assert torch.equal(ours.attention.q_norm.weight, theirs.attention.q_norm.weight * key)
                 assert torch.equal(ours.attention.k_norm.weight, theirs.attention.k_norm.weight / key)
+
+
+@pytest.mark.parametrize(("block_size", "family"), [(4, "llama"), (6, "qwen3"), (16, "biased")])
+def test_kv_that_is_packed_for_an_fp8_cache_is_what_that_engine_computes(
+    block_size: int, family: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Of the first layer to the bit, with the checkpoint's scales; of others within rounding of what was before."""
+    source = request.getfixturevalue(f"{family}_folder")
+    folder = with_scales(source, tmp_path / "scaled", NAMES[family], 2.0**-3, 2.0**-5)
+    prompt = [(7 * number) % 200 + 3 for number in range(45)]
+
+    def computed(kv_dtype: str, size: int) -> tuple[Engine, list[int]]:
+        engine = Engine.build(folder, EngineConfig(block_size=size, num_blocks=60, kv_dtype=kv_dtype))
+        engine.add(Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2)), hold=True)
+        while not engine.held_blocks("r"):
+            engine.step()
+        return engine, engine.held_blocks("r")
+
+    (plain, source_blocks), (rounded, own_blocks) = computed("auto", 8), computed("fp8", block_size)
+    layout = rounded.kv_cache.spec.layout
+    assert ("scales=" in layout, rounded.kv_cache.spec.scales[0]) == (True, (-3, -5))
+    plan = TransferPlan(plain.kv_cache.spec.layout, layout)
+    order = Order(
+        transfer_id="r",
+        request=Request(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams()),
+        blocks=[BlockRef("", number, 0) for number in range(-(-len(prompt) // block_size))],
+        skip_blocks=0,
+        reply_to="",
+        lease_seconds=1.0,
+    )
+    for layer in range(rounded.kv_cache.spec.num_layers):
+        (push,) = plan.pushes(plain.pages.tensor, layer, source_blocks, order, 0, len(prompt))
+        landed = push.source[list(push.source_rows), layer].flatten(0, 1)[: len(prompt)].float()
+        own = rounded.kv_cache.layer(layer).view(torch.uint8)[own_blocks].view(FP8).flatten(0, 1)[: len(prompt)].float()
+        if layer == 0:
+            assert torch.equal(landed, own)
+        assert (landed - own).abs().mean() < 0.05 * own.abs().mean()
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
