@@ -37,7 +37,7 @@ log = structlog.get_logger()
 _CONNECT_SECONDS = 2.0
 _PAUSE_SECONDS = 1.0  # after a handshake that failed: prompts are computed here meanwhile, without another try
 _LEASE_SECONDS = 5.0
-_LATE_BYTES_SECONDS = 3.0  # bytes of a two-sided connector may arrive after the word that they were sent
+_LATE_BYTES_SECONDS = 5.0  # without another byte after the word that all were sent: the rest will not come
 _POLL_SECONDS = 0.001
 
 
@@ -410,8 +410,10 @@ class KvReceiver:
         """Waits for what was sent, shuts the writer out, and only then compares: what is right must stay right."""
         machine, link, key = receiving.machine, receiving.link, receiving.machine.transfer_id
         connector, pages = receiving.connector, self._engine.engine.pages
-        late_at = time.monotonic() + _LATE_BYTES_SECONDS
+        before, late_at = -1, 0.0
         while is_late := (landed := connector.bytes_landed(key)) is not None and landed < done.num_bytes:
+            if landed != before:
+                before, late_at = landed, time.monotonic() + _LATE_BYTES_SECONDS
             gone = machine.state is not ReceiverState.VERIFYING or connector.failure(key) is not None
             if gone or time.monotonic() > late_at:
                 break

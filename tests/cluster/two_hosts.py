@@ -67,6 +67,17 @@ class Network:
         return int(Path(f"/sys/class/net/{self.interface(role)}/statistics/tx_bytes").read_text())
 
     @contextlib.contextmanager
+    def slow(self, source: str, rate: str) -> Iterator[None]:
+        """Lets only so much leave `source` a second, such as 1mbit."""
+        device = ("dev", "eth0", "root")
+        space = ("netns", "exec", self.space(source), "tc", "qdisc")
+        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "300ms")
+        try:
+            yield
+        finally:
+            ip(*space, "del", *device)
+
+    @contextlib.contextmanager
     def cut(self, source: str, target: str) -> Iterator[None]:
         """Drops what `source` sends to `target`, proved."""
         route = ("blackhole", f"{self.addresses[target]}/32")
