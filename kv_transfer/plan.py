@@ -10,6 +10,8 @@ of page, their own.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -17,6 +19,7 @@ from engine.kv_cache import KVCacheSpec
 from kv_transfer.messages import Order
 from kv_transfer.references import BlockRef
 
+_PACKED_BYTES = 4 << 20  # what checksums are taken of at a time
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -79,17 +82,26 @@ class TransferPlan:
 
     def checksums(self, pages: torch.Tensor, source_blocks: Sequence[int], order: Order) -> list[int]:
         """xxh3_64 of each of the pages that were ordered, once all layers of all tokens are there."""
-        ranks = self.destination.ranks
         source_blocks = source_blocks[: -(-order.num_tokens // self.source.block_size)]
+        ordered = self._ordered(order, 0, order.num_tokens)
+        at_once = max(1, _PACKED_BYTES // (self.destination.ranks * self.destination.block_bytes))
         sums = []
-        for block in self._ordered(order, 0, order.num_tokens):
-            for rank in range(ranks):
-                if self.is_identity:
-                    page = pages[rank * (len(pages) // ranks) + source_blocks[block]]
-                else:
-                    page = self._pack(pages, slice(None), source_blocks, range(block, block + 1), rank)
-                sums.append(xxhash.xxh3_64_intdigest(page.view(torch.uint8).cpu().numpy().data))
+        for first in range(ordered.start, ordered.stop, at_once):
+            wanted = range(first, min(first + at_once, ordered.stop))
+            of_ranks = [self._pages(pages, source_blocks, wanted, rank) for rank in range(self.destination.ranks)]
+            sums += [xxhash.xxh3_64_intdigest(page) for block in zip(*of_ranks, strict=True) for page in block]
         return sums
+
+    def _pages(
+        self, pages: torch.Tensor, source_blocks: Sequence[int], wanted: range, rank: int
+    ) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of one rank's pages of blocks `wanted`."""
+        if self.is_identity:
+            first = rank * (len(pages) // self.destination.ranks)
+            found = [pages[first + source_blocks[block]] for block in wanted]
+        else:
+            found = list(self._pack(pages, slice(None), source_blocks, wanted, rank))
+        return [page.view(torch.uint8).cpu().numpy() for page in found]
 
     def _ordered(self, order: Order, start: int, end: int) -> range:
         """Blocks of the receiver that hold tokens `start` to `end` and were ordered."""
@@ -161,4 +173,4 @@ def _factors(source: KVCacheSpec, destination: KVCacheSpec) -> torch.Tensor | No
 
 def _rows(pages: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Bytes of some rows of a tensor [., ..., dim]: [rows, ..., bytes]. FP8 can be gathered as bytes only."""
-    return pages.view(torch.uint8)[torch.tensor(rows, device=pages.device)]
+    return pages.view(torch.uint8).index_select(0, torch.tensor(rows, device=pages.device))
