@@ -39,6 +39,7 @@ _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so muc
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _RETRY_SECONDS = 0.5  # between two snapshots that a worker does not give
 _SNAPSHOT_SECONDS = 5.0
+_SAY_AGAIN_SECONDS = 60.0
 
 
 class RouterMetrics:
@@ -141,6 +142,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._watchers: dict[str, CacheWatcher] = {}
         self._rng = random.Random()
         self._turn = 0
+        self._say_alone_at = 0.0
 
     def on_change(self, change: str, member: cluster_pb2.Member) -> None:
         """Follows the membership of workers."""
@@ -214,6 +216,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         except NoWorker as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
         self._book(request, ask, decision)
+        if decision.way is Way.ALONE:
+            self._say_alone(time.monotonic())
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
         return self._placement(decision)
 
@@ -234,6 +238,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._expected.expire(now)
         self.metrics.blocks.set(len(self._index))
         self.metrics.reservations.set(len(self._reservations))
+
+    def _say_alone(self, now: float) -> None:
+        """A cluster in which decode workers compute the prompts answers all the same, so that nobody might notice."""
+        if now >= self._say_alone_at:
+            self._say_alone_at = now + _SAY_AGAIN_SECONDS
+            log.warning("decode workers compute prompts themselves: no prefill worker is ready")
 
     def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision) -> None:
         now = time.monotonic()

@@ -1,6 +1,7 @@
 """Shapes of requests, and clients and workers that leave, that have broken transfers of KV elsewhere."""
 
 import concurrent.futures
+import json
 import os
 import random
 import signal
@@ -101,6 +102,21 @@ def test_four_requests_with_one_beginning_at_once(pair: Cluster, alone: Cluster)
     prompts = [prompt(5000, 70) + prompt(n, 9) for n in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert list(pool.map(lambda tokens: ask(pair, tokens), prompts)) == [ask(alone, tokens) for tokens in prompts]
+
+
+def test_a_long_answer_that_is_read_slowly_is_whole(pair: Cluster) -> None:
+    body = {"model": pair.model, "prompt": prompt(8, 40), "max_tokens": 1200, "ignore_eos": True, "stream": True}
+    body |= {"logprobs": 0, "stream_options": {"include_usage": True}}
+    tokens, usage = 0, {}
+    with httpx.stream("POST", pair.url + "/v1/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                usage = chunk.get("usage") or usage
+                tokens += sum(len(choice["logprobs"]["tokens"]) for choice in chunk["choices"] if choice["logprobs"])
+                time.sleep(0.003)
+    assert tokens == usage["completion_tokens"] == 1200
+    pair.wait_idle()
 
 
 def leave_soon(cluster: Cluster, number: int, dice: random.Random) -> None:

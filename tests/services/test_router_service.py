@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 
 from engine.hashing import block_hashes
 from engine.request import BlockStored, CacheCleared, KvEventBatch
@@ -378,6 +379,33 @@ async def test_excluded_and_draining_workers_get_nothing() -> None:
         assert {(await made.place()).decode.incarnation for _ in range(10)} == {"a"}
         with pytest.raises(grpc.aio.AioRpcError):
             await made.place(exclude_incarnations=["a"])
+
+
+async def test_workers_that_are_full_get_nothing_while_there_are_others() -> None:
+    async with cluster() as made:
+        full = await made.join("a")
+        await made.join("b")
+        full.member.load.waiting_for_blocks = 1
+        made.service.on_change("updated", full.member)
+        assert {(await made.place()).decode.incarnation for _ in range(10)} == {"b"}
+        assert await made.metric("tandem_router_workers_full") == 1
+        full.member.load.waiting_for_blocks = 0
+        made.service.on_change("updated", full.member)
+        assert await made.metric("tandem_router_workers_full") == 0
+
+
+async def test_it_is_said_once_a_while_that_nobody_prefills() -> None:
+    async with cluster() as made:
+        await made.join("a")
+        with capture_logs() as logs:
+            for _ in range(5):
+                await made.place()
+            made.service._say_alone_at = 0.0  # a minute later
+            await made.place()
+            await made.join("p", "prefill")
+            made.service._say_alone_at = 0.0
+            assert (await made.place()).prefill.incarnation == "p"
+        assert [entry["log_level"] for entry in logs if "no prefill worker" in entry["event"]] == ["warning"] * 2
 
 
 async def test_prefill_and_decode_are_found_at_their_addresses() -> None:
