@@ -29,6 +29,7 @@ class DistributedReceiver(TcpReceiver):
         self, tensor: torch.Tensor, pool: PoolDescription, generation: Callable[[int], int], host: str, key: bytes
     ) -> None:
         self.capabilities = GLOO if tensor.is_cpu else NCCL
+        _require(key)
         super().__init__(tensor, pool, generation, host, key)
 
     def _make_stream(self, connection: socket.socket) -> ReceivingStream:
@@ -150,6 +151,7 @@ class DistributedSender(TcpSender):
     _frame_bytes = 4 << 20
 
     def __init__(self, description: bytes, layout: str, key: bytes, device: torch.device) -> None:
+        _require(key)
         self._device = device
         # On CPU one copies and sums while the other sends; kernels of two communicators would wait for each other.
         self._num_streams = 2 if device.type == "cpu" else 1
@@ -159,6 +161,11 @@ class DistributedSender(TcpSender):
         if source.device != self._device:
             raise ConnectorError(f"the KV cache lies on {source.device}, the connector is for {self._device}")
         return None if source.is_cpu else recorded(source.device)
+
+
+def _require(key: bytes) -> None:
+    if not key:
+        raise ConnectorError("torch.distributed trusts whoever it is connected to, so a cluster key is needed")
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:

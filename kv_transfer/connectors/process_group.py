@@ -3,7 +3,8 @@
 The two find each other over a stream whose handshake has proved the cluster's key; no object is ever pickled, as only
 tensors of bytes cross a group. Nothing here waits for longer than a deadline: a group whose other side hangs or dies
 raises, is closed and made anew. gloo and NCCL connect with sockets of their own, on the stream's address, which know
-no key; so these groups are for one machine, or for networks in which nobody else is.
+no key; so these groups are for one machine, or for networks in which nobody else is. What the other side tells in the
+handshake they trust to be theirs, and crash if it is not: hence the seals, and no groups without a key.
 """
 
 import contextlib
@@ -161,20 +162,19 @@ class _GlooPair(PairGroup):
         gloo: Any = dist.ProcessGroupGloo  # its stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
-        # A tensor that takes longer fails, and with it the pair: nothing of it comes later.
-        options._timeout = timedelta(seconds=STUCK_SECONDS)
+        options._timeout = timedelta(seconds=JOIN_SECONDS["gloo"] / 5)  # of an attempt to connect; it makes five
         self._group: Any = gloo(store, rank, 2, options)
         self._peer = 1 - rank
 
     def send(self, tensor: torch.Tensor) -> None:
         try:
-            self._group.send([tensor], self._peer, 0).wait()
+            self._group.send([tensor], self._peer, 0).wait(_patience())
         except RuntimeError as error:
             raise StreamLost(f"gloo: {_first_line(error)}") from error
 
     def receive(self, tensor: torch.Tensor) -> None:
         try:
-            self._group.recv([tensor], self._peer, 0).wait()
+            self._group.recv([tensor], self._peer, 0).wait(_patience())
         except RuntimeError as error:
             raise StreamLost(f"gloo: {_first_line(error)}") from error
 
@@ -273,6 +273,11 @@ def recorded(where: torch.device | torch.cuda.Stream) -> torch.cuda.Event:
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def _patience() -> timedelta:
+    """With gloo, a tensor that takes longer fails, and with it the pair: nothing of it comes later."""
+    return timedelta(seconds=STUCK_SECONDS)
 
 
 def _has_ended(stream: socket.socket) -> bool:

@@ -127,6 +127,8 @@ class Worker:
                 f"tensor_parallel {config.tensor_parallel}: torch sees {torch.cuda.device_count()} CUDA devices here, "
                 "and each rank needs one"
             )
+        if config.connector == "gloo" and self._key is None:
+            raise ConfigError("connector gloo: it trusts whoever it is connected to, so set TANDEM_CLUSTER_KEY")
         folder = Path(config.model)
         usual = _USUAL[config.device]
         # Peers reach the caches of all ranks through rank 0.
@@ -198,7 +200,9 @@ class Worker:
                 "gloo": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
             }
             # What leaves the machine is encrypted, or at least sealed, unless somebody says otherwise.
-            order = ("tcp", "zmq", "gloo") if is_loopback(config.bind) else ("zmq", "tcp")
+            order: tuple[str, ...] = ("tcp", "zmq") if is_loopback(config.bind) else ("zmq", "tcp")
+            if is_loopback(config.bind) and stream_key:
+                order += ("gloo",)
             wanted = order if config.connector == "auto" else (config.connector,)
             self._connectors += [streams[kind]() for kind in wanted if kind in streams]
 

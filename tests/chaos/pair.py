@@ -169,7 +169,7 @@ class Decode(Worker):
             assert self.segment is not None
             return SharedMemoryReceiver(self.segment, pool)
         if kind == "gloo":
-            return DistributedReceiver(tensor, pool, generation, _HOST, b"")
+            return DistributedReceiver(tensor, pool, generation, _HOST, b"k" * 32)
         if kind == "zmq":
             return ZmqReceiver(tensor, pool, generation, _HOST, _insecure)
         return TcpReceiver(tensor, pool, generation, _HOST, b"")
@@ -310,7 +310,7 @@ class Pair:
     def _open_connector(self, layout: str, kind: str, description: bytes) -> SenderConnector:
         if kind in self._others:
             if kind == "gloo":
-                return DistributedSender(description, layout, b"", self.prefill.engine.kv_cache.tensor.device)
+                return DistributedSender(description, layout, b"k" * 32, self.prefill.engine.kv_cache.tensor.device)
             return ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
         if kind != self.kind:
             raise ConnectorError("another kind is tested")

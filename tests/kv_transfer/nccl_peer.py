@@ -37,7 +37,7 @@ def main() -> None:
         rounds = 0
         try:
             if connector is None:
-                connector = DistributedSender(command.description, command.layout, b"", device)
+                connector = DistributedSender(command.description, command.layout, b"k" * 32, device)
             while command.repeat == 0 or rounds < command.repeat:
                 for layer in range(command.shape[1]):
                     connector.push(command.transfer_id, layer, cache, command.source_blocks, command.blocks)

@@ -43,7 +43,7 @@ def main() -> None:
         if command.kind == "shared_memory":
             connector = SharedMemorySender(command.description, command.layout)
         elif command.kind == "gloo":
-            connector = DistributedSender(command.description, command.layout, b"", torch.device("cpu"))
+            connector = DistributedSender(command.description, command.layout, b"k" * 32, torch.device("cpu"))
         elif command.kind == "tcp":
             connector = TcpSender(command.description, command.layout, b"")
         else:

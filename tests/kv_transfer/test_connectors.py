@@ -87,7 +87,7 @@ def make_pool(kind: str, num_blocks: int = 8, block_size: int = 4) -> Pool:
     cache = KVCache(spec, num_blocks)
     receiver: ReceiverConnector
     if kind == "gloo":
-        receiver = DistributedReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"")
+        receiver = DistributedReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"k" * 32)
     elif kind == "tcp":
         receiver = TcpReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"")
     else:
@@ -115,7 +115,7 @@ def kind_of(pool: Pool) -> str:
 
 def open_offer(kind: str, description: bytes, layout: str) -> SenderConnector:
     if kind == "gloo":
-        return DistributedSender(description, layout, b"", torch.device("cpu"))
+        return DistributedSender(description, layout, b"k" * 32, torch.device("cpu"))
     if kind == "tcp":
         return TcpSender(description, layout, b"")
     return ZmqSender(description, layout, plain) if kind == "zmq" else SharedMemorySender(description, layout)

@@ -27,7 +27,7 @@ SPEC = KVCacheSpec(num_layers=3, block_size=1024, num_kv_heads=2, head_dim=64, d
 
 
 class Pool:
-    def __init__(self, key: bytes = b"", num_blocks: int = 8) -> None:
+    def __init__(self, key: bytes = KEY, num_blocks: int = 8) -> None:
         self.cache = KVCache(SPEC, num_blocks)
         self.generation = [0] * num_blocks
         description = PoolDescription(D, num_blocks, SPEC.block_bytes, SPEC.layer_bytes, SPEC.layout)
@@ -56,7 +56,7 @@ class Pool:
         }
         return msgspec.msgpack.encode(command).hex() + "\n"
 
-    def sender(self, key: bytes = b"") -> DistributedSender:
+    def sender(self, key: bytes = KEY) -> DistributedSender:
         return DistributedSender(self.receiver.describe(), SPEC.layout, key, CPU)
 
 
@@ -193,11 +193,15 @@ def test_a_transfer_shut_out_while_its_payload_comes_is_not_written(
 
 
 def test_strangers_get_no_group(source: torch.Tensor) -> None:
-    pool = Pool(KEY)
+    with pytest.raises(ConnectorError, match="a cluster key is needed"):
+        Pool(b"")
+    pool = Pool()
     try:
+        with pytest.raises(ConnectorError, match="a cluster key is needed"):
+            pool.sender(b"")
         with pytest.raises(ConnectorError, match="another cluster key"):
             pool.sender(b"x" * 32)
-        sender = pool.sender(KEY)
+        sender = pool.sender()
         transfer(pool, sender, "a/0", source)
         sender.close()
         assert pool.receiver.counters.refused == {"stranger": 1}
@@ -228,7 +232,7 @@ def test_a_handshake_that_is_off_ends_that_stream_alone(
 ) -> None:
     """Said by one who has the key."""
     monkeypatch.setitem(process_group.JOIN_SECONDS, "gloo", 2.0)
-    pool = Pool(KEY)
+    pool = Pool()
     try:
         description = msgspec.msgpack.decode(pool.receiver.describe())
         liar = socket.create_connection((description["host"], description["port"]), 10)
@@ -238,7 +242,7 @@ def test_a_handshake_that_is_off_ends_that_stream_alone(
         while liar.recv(1 << 16):
             pass  # its half of the handshake; then the end
         liar.close()
-        sender = pool.sender(KEY)
+        sender = pool.sender()
         transfer(pool, sender, "a/0", source)
         sender.close()
     except ConnectionResetError:
@@ -267,3 +271,43 @@ def test_two_ends_of_a_socket_exchange_entries_and_tell_each_other_nothing_after
         right.recv(1)
     left.close()
     right.close()
+
+
+def test_a_peer_whose_address_swallows_everything_costs_the_deadline_and_no_more(
+    source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has told its address over the handshake, and nothing that is sent there is ever answered."""
+    monkeypatch.setitem(process_group.JOIN_SECONDS, "gloo", 1.0)
+    monkeypatch.setattr(process_group, "STUCK_SECONDS", 1.0)
+    hole = socket.socket()
+    hole.bind(("127.0.0.1", 0))
+    hole.listen(0)
+    callers = [socket.socket() for _ in range(4)]  # nobody else gets in
+    for caller in callers:
+        caller.setblocking(False)
+        caller.connect_ex(hole.getsockname())
+    pool = Pool()
+    try:
+        description = msgspec.msgpack.decode(pool.receiver.describe())
+        liar = socket.create_connection((description["host"], description["port"]), 10)
+        seal = greet_receiver(liar, KEY, D, time.monotonic() + 10)
+        store = PairStore(liar, seal, SENDER, time.monotonic() + 10)
+        store._tell(Entry("hello", b""))
+        theirs = store.get("0/0")
+        # An address as gloo tells it; the port follows the family of the socket's address.
+        places = [at for at in range(len(theirs)) if theirs[at : at + 2] == socket.AF_INET.to_bytes(2, "little")]
+        assert places, theirs
+        lie = bytearray(theirs)
+        lie[places[-1] + 2 : places[-1] + 4] = hole.getsockname()[1].to_bytes(2, "big")
+        started = time.monotonic()
+        store.set("0/1", bytes(lie))
+        wait_until(lambda: not pool.receiver._streams, 10)
+        assert time.monotonic() - started < 6
+        liar.close()
+        sender = pool.sender()
+        transfer(pool, sender, "a/0", source)
+        sender.close()
+    finally:
+        pool.receiver.close()
+        for caller in (*callers, hole):
+            caller.close()

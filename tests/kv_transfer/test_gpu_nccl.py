@@ -76,7 +76,9 @@ class Pool:
         self.tensor = torch.zeros(shape, dtype=SPEC.dtype, device="cuda:0")
         self.generation = [0] * BLOCKS
         description = PoolDescription(D, BLOCKS, SPEC.block_bytes, SPEC.layer_bytes, SPEC.layout)
-        self.receiver = DistributedReceiver(self.tensor, description, self.generation.__getitem__, "127.0.0.1", b"")
+        self.receiver = DistributedReceiver(
+            self.tensor, description, self.generation.__getitem__, "127.0.0.1", b"k" * 32
+        )
 
     def expect(self, transfer_id: str, blocks: list[int]) -> list[BlockRef]:
         for block in blocks:
