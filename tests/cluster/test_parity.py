@@ -141,4 +141,4 @@ def test_kv_that_is_rounded_on_its_way(tmp_path: Path) -> None:
     ]
     assert len(same) > 200
     differences = [abs(p - q) for p, q in same]
-    assert 0 < sum(differences) / len(same) < 0.02
+    assert 0 < sum(differences) / len(same) < 0.002

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def test_workers_of_other_numbers_of_ranks_exchange_kv(
     flags = ("--dummy-seed", "5", "--threads", "1", "--max-batched-tokens", "40", "--local-prefill-tokens", "0")
     sides = ("--prefill-setting", f"tensor_parallel={prefill}", "--decode-setting", f"tensor_parallel={decode}")
     small = ("--prefill-setting", "block_size=8", "--kv-blocks", "200", "--connector", connector)
-    both = start_cluster(tmp_path / "both", *flags, *sides, *small, model=str(model))
+    patient = {"TANDEM_WORKER_WAIT": "60"}
+    both = start_cluster(tmp_path / "both", *flags, *sides, *small, model=str(model), env=patient)
     try:
         found = all_answers(both)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -87,6 +90,15 @@ def test_workers_of_other_numbers_of_ranks_exchange_kv(
         assert both.metric("tandem_kv_transfers_total", outcome="committed") == 4 * len(PROMPTS)
         assert both.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
         assert both.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
+        both.wait_idle()
+        for command in ("sleep", "wake"):
+            tandem = [sys.executable, "-m", "services.cli", command, "--url", both.url]
+            assert subprocess.run(tandem, capture_output=True, timeout=90).returncode == 0
+        assert all_answers(both) == found
+        worker = "decode-0" if decode > 1 else "prefill-0"
+        os.kill(ranks(both.pids[worker])[0], signal.SIGKILL)
+        assert both.wait_event("restarted", 30)["name"] == worker
+        assert all_answers(both) == found
         both.wait_idle()
     finally:
         stop_cluster(both)
