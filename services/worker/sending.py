@@ -276,7 +276,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             blocks = engine.held_blocks(key)
             total = sending.order.num_tokens
             for layer, pushed in enumerate(sending.pushed_tokens):
-                if pushed < total:
+                if blocks and pushed < total:  # there are none any more if the request was aborted meanwhile
                     self._push(sending, blocks, layer, pushed, total, time.monotonic())
             return blocks
 

@@ -6,163 +6,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import grpc
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
-from prometheus_client.parser import text_string_to_metric_families
+from router_cluster import BLOCK_SIZE, Worker, chain, cluster, eventually
 from structlog.testing import capture_logs
 
 from engine.hashing import block_hashes
 from engine.request import BlockStored, CacheCleared, KvEventBatch
 from services.cluster_state import ClusterState
-from services.config import RouterConfig
 from services.embedded_state import EmbeddedState
-from services.router import RouterService
-from services.rpc import cluster_pb2, cluster_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.rpc_server import RpcServer, make_channel
+from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
+from services.rpc_server import make_channel
 from services.security import ClusterKey
-from services.worker.event_publisher import EventPublisher
-
-BLOCK_SIZE = 16
-
-
-def chain(name: str, blocks: int = 10) -> list[bytes]:
-    return block_hashes(range(blocks * BLOCK_SIZE), BLOCK_SIZE, name.encode())
-
-
-class Worker(worker_pb2_grpc.WorkerServicer):
-    """A worker as the router sees it: a cache, its events and its snapshots."""
-
-    def __init__(self, incarnation: str, role: str = "decode", key: ClusterKey | None = None) -> None:
-        self.held: list[bytes] = []
-        self.snapshots = 0
-        self.refusals = 0  # snapshots that fail yet
-        self.server = RpcServer("127.0.0.1", 0, key, CollectorRegistry())
-        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
-        self.events = EventPublisher(incarnation, "127.0.0.1", key)
-        self.member = cluster_pb2.Member(
-            name=role,
-            role=role,
-            incarnation=incarnation,
-            grpc_address=self.server.address,
-            events_address=self.events.address,
-            model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE, layout="l"),
-        )
-
-    async def CacheSnapshot(
-        self, request: worker_pb2.CacheSnapshotRequest, context: Any
-    ) -> worker_pb2.CacheSnapshotReply:
-        self.snapshots += 1
-        if self.refusals:
-            self.refusals -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
-        return worker_pb2.CacheSnapshotReply(
-            incarnation=self.member.incarnation, sequence=self.events.sequence, block_hashes=self.held
-        )
-
-    def store(self, hashes: list[bytes]) -> None:
-        self.held += hashes
-        self.events.publish([BlockStored(hashes)])
-
-    def store_unheard(self, hashes: list[bytes]) -> None:
-        """The batch that tells of it is lost on its way."""
-        self.held += hashes
-        self.events.sequence += 1
-
-    async def close(self) -> None:
-        self.events.close()
-        await self.server.stop(0)
-
-
-class Cluster:
-    """A router with what it hears of its workers."""
-
-    def __init__(self, **config: Any) -> None:
-        self.service = RouterService(RouterConfig(**config), None)
-        self.server = RpcServer("127.0.0.1", 0, None, self.service.metrics.registry)
-        router_pb2_grpc.add_RouterServicer_to_server(self.service, self.server.server)
-        self.channel = make_channel(self.server.address, None)
-        self.router = router_pb2_grpc.RouterStub(self.channel)
-        self.workers: list[Worker] = []
-        self._number = 0
-
-    async def join(self, incarnation: str, role: str = "decode", **fields: Any) -> Worker:
-        """A worker that the router knows; its events arrive."""
-        worker = Worker(incarnation, role)
-        for name, value in fields.items():
-            setattr(worker, name, value)
-        await worker.server.start()
-        self.workers.append(worker)
-        self.service.on_change("joined", worker.member)
-        return worker
-
-    async def followed(self, worker: Worker) -> None:
-        """Until the router hears the worker's events."""
-
-        async def heard() -> bool:
-            worker.store([os.urandom(16)])
-            await asyncio.sleep(0.02)
-            return await self.cached(worker, worker.held[-1:]) == 1
-
-        await eventually(heard)
-
-    async def place(self, hashes: list[bytes] | None = None, **fields: Any) -> router_pb2.Placement:
-        self._number += 1
-        request = router_pb2.PlaceRequest(
-            request_id=f"r{self._number}",
-            chains=[router_pb2.HashChain(layout="l", block_hashes=hashes or [])],
-            prompt_tokens=160,
-            max_tokens=10,
-            deadline_seconds=9,
-        )
-        for name, value in fields.items():
-            if name == "exclude_incarnations":
-                request.exclude_incarnations.extend(value)
-            else:
-                setattr(request, name, value)
-        return await self.router.Place(request, timeout=5)
-
-    async def cached(self, worker: Worker, hashes: list[bytes]) -> int:
-        """Blocks that the router believes to be on `worker`; nothing stays booked."""
-        others = [other.member.incarnation for other in self.workers if other is not worker]
-        placement = await self.place(hashes, request_id="probe", exclude_incarnations=others)
-        await self.router.Release(router_pb2.ReleaseRequest(request_id="probe"))
-        return placement.decode_cached_blocks
-
-    async def metric(self, name: str, **labels: str) -> float:
-        reply = await cluster_pb2_grpc.NodeStub(self.channel).Metrics(cluster_pb2.MetricsRequest(), timeout=5)
-        for family in text_string_to_metric_families(reply.text.decode()):
-            for sample in family.samples:
-                if sample.name == name and sample.labels == labels:
-                    return sample.value
-        raise AssertionError(f"no metric {name} {labels}")
-
-
-@contextlib.asynccontextmanager
-async def cluster(**config: Any) -> AsyncIterator[Cluster]:
-    made = Cluster(**config)
-    await made.server.start()
-    try:
-        yield made
-    finally:
-        for worker in made.workers:
-            made.service.on_change("left", worker.member)
-            await worker.close()
-        await made.channel.close()
-        await made.server.stop(0)
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.01)
-
-
-# Caches
 
 
 async def test_what_is_held_at_the_join_and_what_comes_later() -> None:
@@ -269,44 +126,27 @@ async def test_a_worker_that_is_back_is_not_expected_to_hold_what_it_lost() -> N
 
 
 async def test_each_worker_is_asked_for_hashes_of_its_own_blocks() -> None:
-    """A prefix of 96 tokens: six blocks here, three of twice the size there; the one with more cached is chosen."""
+    """A prefix of 80 tokens here, in five blocks, and of 96 there, in three of twice the size."""
     async with cluster() as made:
         small, large = await made.join("a"), await made.join("b")
-        large.member.model.layout, large.member.model.block_size = "l2", 2 * BLOCK_SIZE
-        made.service.on_change("updated", large.member)
         await made.followed(small)
-        ids = list(range(160))
-        chains = [
-            router_pb2.HashChain(layout="l", block_hashes=block_hashes(ids, BLOCK_SIZE, b"l")),
-            router_pb2.HashChain(layout="l2", block_hashes=block_hashes(ids, 2 * BLOCK_SIZE, b"l2")),
-        ]
-        number = 0
+        await made.followed(large)
+        large.member.model.layout, large.member.model.block_size = "l2", 2 * BLOCK_SIZE
+        sizes = {"l": BLOCK_SIZE, "l2": 2 * BLOCK_SIZE}
+        hashes = {layout: block_hashes(range(160), size, layout.encode()) for layout, size in sizes.items()}
+        small.store(hashes["l"][:5])
+        large.store(hashes["l2"][:3])
+        chains = [router_pb2.HashChain(layout=layout, block_hashes=chain) for layout, chain in hashes.items()]
+        request = router_pb2.PlaceRequest(request_id="q", chains=chains, prompt_tokens=160)
 
-        async def best(*excluded: str) -> tuple[str, int]:
-            nonlocal number
-            number += 1
-            placement = await made.router.Place(
-                router_pb2.PlaceRequest(
-                    request_id=f"q{number}", chains=chains, prompt_tokens=160, exclude_incarnations=excluded
-                ),
-                timeout=5,
-            )
-            await made.router.Release(router_pb2.ReleaseRequest(request_id=f"q{number}"))
-            return placement.decode.incarnation, placement.decode_cached_blocks
+        async def known() -> bool:
+            made.service._expected.expire(float("inf"))
+            placement = await made.router.Place(request, timeout=5)
+            return (placement.decode.incarnation, placement.decode_cached_blocks) == ("b", 3)
 
-        made.service._expected.expire(float("inf"))
-        small.store(list(chains[0].block_hashes[:5]))
-
-        async def known(worker: str, blocks: int) -> bool:
-            if worker == "b" and (await best("a"))[1] < blocks:
-                large.store([os.urandom(16)])  # events before the subscription are noticed by the next one
-            return await best(*{"a", "b"} - {worker}) == (worker, blocks)
-
-        await eventually(lambda: known("a", 5))
-        large.store(list(chains[1].block_hashes[:3]))
-        await eventually(lambda: known("b", 3))
-        made.service._expected.expire(float("inf"))
-        assert await best() == ("b", 3)  # 96 tokens against 80
+        await eventually(known)
+        request.exclude_incarnations.append("b")
+        assert (await made.router.Place(request, timeout=5)).decode_cached_blocks == 5
 
 
 async def test_events_of_another_incarnation_are_not_the_worker_s() -> None:
