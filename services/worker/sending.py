@@ -322,6 +322,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
         await self._engine.call(stop)  # no push is under way any more, and none follows
         await asyncio.to_thread(failed.connector.stop, key)
+        if sending.machine.state not in (SenderState.PREFILLING, SenderState.PUSHED):
+            return  # it has ended meanwhile: with its peer, as a rule
         try:
             chosen = await asyncio.to_thread(sending.peer.selection.fall_back, failed, reason, sending.tried)
         except ConnectorError as error:
