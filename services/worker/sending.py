@@ -327,8 +327,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         try:
             chosen = await asyncio.to_thread(sending.peer.selection.fall_back, failed, reason, sending.tried)
         except ConnectorError as error:
-            log.error("KV connector failed, and there is no other", request=key, connector=failed.kind, reason=reason)
-            self._carry_out(sending, sending.machine.failed(f"{failed.kind}: {reason}; {error}"))
+            log.error(
+                "KV connector failed, and there is no other", request=key, connector=failed.kind, reason=str(error)
+            )
+            self._carry_out(sending, sending.machine.failed(str(error)))
             return
         log.warning("KV connector failed", request=key, connector=failed.kind, reason=reason, next=chosen.kind)
         self._metrics.connector_fallbacks.labels(failed.kind, chosen.kind).inc()

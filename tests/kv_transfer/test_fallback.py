@@ -87,12 +87,15 @@ async def test_transfers_go_on_when_shared_memory_cannot_be_written(following: s
         assert outcomes(pair)["committed"] == asked
 
 
-async def test_a_forced_connector_that_fails_says_so_and_no_other_is_used() -> None:
+async def test_a_forced_connector_that_fails_says_so_and_no_other_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     faults = Faults(dice(3), {"bytes": Rates.only("cut", 0.3)})
     async with linked("tcp", ["zmq"], faults, forced="tcp") as pair:
         outcome = await Load(pair, abort_share=0).run(30)
         assert outcome.clean and faults.total, outcome
         assert outcomes(pair)["recomputed"] and not landed(pair, "zmq") and not fallbacks(pair, "tcp", "zmq")
+    said = capsys.readouterr().out
+    assert "KV connector failed, and there is no other" in said
+    assert "zmq: not used, as tcp is forced (connector = auto allows others)" in said
 
 
 @pytest.mark.parametrize(("kind", "others"), [("shared_memory", ["tcp", "zmq"]), ("tcp", ["zmq"]), ("zmq", ["gloo"])])
