@@ -121,7 +121,8 @@ def test_a_long_answer_that_is_read_slowly_is_whole(pair: Cluster) -> None:
 
 def leave_soon(cluster: Cluster, number: int, dice: random.Random) -> None:
     """A client that goes away after a while, in any state of its request."""
-    body = {"model": cluster.model, "prompt": prompt(number, 20 + number % 300), "max_tokens": 400, "stream": True}
+    body = {"model": cluster.model, "prompt": prompt(number, 20 + number % 300), "max_tokens": 300, "stream": True}
+    body |= {"n": dice.choice((1, 1, 4))}
     patience = httpx.Timeout(30, read=dice.choice((0.01, 0.05, 0.2)))
     chunks = dice.choice((0, 1, 5))
     try:

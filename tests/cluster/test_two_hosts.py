@@ -14,13 +14,13 @@ from cluster.two_hosts import Network, cluster_on, network
 
 OPTIONS = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB")
 Answers = list[list[str]]
-LONG = 12  # number of a prompt that nobody has asked before
+LONG = 12  # number of a long prompt, that nobody has asked before
 
 
 def ask(cluster: Cluster, number: int) -> list[str]:
     body: dict[str, Any] = {
         "model": cluster.model,
-        "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(60 + 17 * number)],
+        "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(1000 if number == LONG else 60 + 17 * number)],
         "max_tokens": 24,
         "temperature": 0.9 if number % 2 else 0,
         "seed": number,
@@ -100,7 +100,7 @@ def test_a_slow_link_is_no_dead_one(
     with cluster_on(net, tmp_path, model, *OPTIONS, "--connector", connector) as cluster:
         assert ask_all(cluster, 2) == expected[:2]
         seconds = cluster.metric("tandem_kv_transfer_seconds_sum")
-        with net.slow("prefill", "200kbit"):
+        with net.slow("prefill", "800kbit"):
             assert ask(cluster, LONG) == expected[LONG]
         assert committed(cluster) == 3
         assert cluster.metric("tandem_kv_transfer_seconds_sum") - seconds > 6, "the link was not slow"

@@ -71,7 +71,7 @@ class Network:
         """Lets only so much leave `source` a second, such as 1mbit."""
         device = ("dev", "eth0", "root")
         space = ("netns", "exec", self.space(source), "tc", "qdisc")
-        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "300ms")
+        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "1s")
         try:
             yield
         finally:
