@@ -1,10 +1,13 @@
 """A worker of several ranks answers what a worker of one does, and a rank that dies is a worker that dies."""
 
+import concurrent.futures
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,18 @@ def ask(cluster: Cluster, prompt: str, **more: Any) -> tuple[list[str], list[flo
 def all_answers(cluster: Cluster) -> list[tuple[list[str], list[float]]]:
     greedy = [ask(cluster, prompt, temperature=0) for prompt in PROMPTS]
     return greedy + [ask(cluster, prompt, temperature=1.0, seed=3, top_p=0.9) for prompt in PROMPTS]
+
+
+def ask_and_leave(cluster: Cluster, number: int) -> None:
+    """A client that goes while its prompt is computed, moved, or answered."""
+    body = {"model": cluster.model, "prompt": [number + 10] * (40 + 9 * number), "max_tokens": 200, "ignore_eos": True}
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        httpx.stream(
+            "POST", cluster.url + "/v1/completions", json=body | {"stream": True}, timeout=0.02 * (1 + number % 16)
+        ) as response,
+    ):
+        next(response.iter_raw(), None)
 
 
 def ranks(worker: int) -> list[int]:
@@ -91,6 +106,10 @@ def test_workers_of_other_numbers_of_ranks_exchange_kv(
         assert both.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
         assert both.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
         both.wait_idle()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(partial(ask_and_leave, both), range(32)))
+        assert all_answers(both) == found
+        both.wait_idle()  # of those that left, nothing is kept on either side
         for command in ("sleep", "wake"):
             tandem = [sys.executable, "-m", "services.cli", command, "--url", both.url]
             assert subprocess.run(tandem, capture_output=True, timeout=90).returncode == 0
@@ -98,7 +117,8 @@ def test_workers_of_other_numbers_of_ranks_exchange_kv(
         worker = "decode-0" if decode > 1 else "prefill-0"
         os.kill(ranks(both.pids[worker])[0], signal.SIGKILL)
         assert both.wait_event("restarted", 30)["name"] == worker
-        assert all_answers(both) == found
+        after = all_answers(both)  # a decode worker may compute them alone while there is no other
+        assert [tokens for tokens, _ in after] == [tokens for tokens, _ in found]
         both.wait_idle()
     finally:
         stop_cluster(both)
