@@ -92,6 +92,13 @@ class CudaRunner:
         # For what must come back to the CPU step by step.
         self._scoring = Runner(model, attention, sampler, str(attention.device))
         self._ahead: _Launched | None = None
+        self._under_way: list[_Launched] = []  # all that the device may be computing
+
+    def settle(self) -> None:
+        """See `Runner.settle`: a step that was started ahead writes the KV of sequences that have ended since, too."""
+        for batch in self._under_way:
+            if not all(entry.stands for entry in batch.entries):
+                batch.arrived.synchronize()
 
     @torch.inference_mode()
     def run(
@@ -125,6 +132,7 @@ class CudaRunner:
                     result.sampled[sequence.request_id] = Sampled(token, None)
                 else:
                     result.errors[sequence.request_id] = "the model's logits are not finite numbers"
+        self._under_way = [] if self._ahead is None else [self._ahead]
         return result
 
     def _wait_until_nearly_finished(self) -> None:
@@ -178,7 +186,9 @@ class CudaRunner:
         host.copy_(best, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record()
-        return _Launched(entries, sampling, host, arrived)
+        launched = _Launched(entries, sampling, host, arrived)
+        self._under_way.append(launched)
+        return launched
 
 
 def _is_plain(entry: Entry) -> bool:

@@ -246,13 +246,11 @@ class Engine:
         sequence = self._sequence(request, False)
         if not self._scheduler.reserve(sequence):
             return None
+        if self._runner is not None:
+            self._runner.settle()
         cached = sequence.num_published
-        return Reservation(
-            block_ids=list(sequence.block_ids),
-            generations=[self._pool.generation(block) for block in sequence.block_ids],
-            num_cached_blocks=cached,
-            num_cached_tokens=cached * sequence.block_size,
-        )
+        generations = [self._pool.generation(block) for block in sequence.block_ids]
+        return Reservation(list(sequence.block_ids), generations, cached, cached * sequence.block_size)
 
     def commit_handoff(
         self, request_id: str, token_id: int, logprob: TokenLogprob | None = None, cached_tokens: int = 0

@@ -63,6 +63,9 @@ class Runner:
         self.sampler = sampler
         self._device = device
 
+    def settle(self) -> None:
+        """Returns when nothing is written any more for sequences that have ended. Here no step goes on behind `run`."""
+
     @torch.inference_mode()
     def run(
         self,

@@ -103,7 +103,7 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: all is written; xxh3_64 of each block, in the order of `Order.blocks`.
+    """Prefill to decode: all is written; the sum of each page (`checksums`), in the order of `Order.blocks`.
 
     `num_bytes` were pushed in this turn, counting twice what went twice: so much must land before anything is compared.
     `seconds_since_compute`: since the prompt's last layer was computed.

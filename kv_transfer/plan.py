@@ -10,12 +10,10 @@ of page, their own.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 
 from engine.kv_cache import KVCacheSpec
+from kv_transfer.checksums import page_sums
 from kv_transfer.messages import Order
 from kv_transfer.references import BlockRef
 
@@ -81,27 +79,20 @@ class TransferPlan:
                 yield Push(source, range(len(wanted)), blocks[rank::ranks])
 
     def checksums(self, pages: torch.Tensor, source_blocks: Sequence[int], order: Order) -> list[int]:
-        """xxh3_64 of each of the pages that were ordered, once all layers of all tokens are there."""
+        """`page_sums` of the pages that were ordered, once all layers of all tokens are there."""
+        ranks, num_pages = self.destination.ranks, len(pages) // self.source.ranks
         source_blocks = source_blocks[: -(-order.num_tokens // self.source.block_size)]
         ordered = self._ordered(order, 0, order.num_tokens)
-        at_once = max(1, _PACKED_BYTES // (self.destination.ranks * self.destination.block_bytes))
-        sums = []
+        if self.is_identity:
+            return page_sums(pages, [r * num_pages + source_blocks[block] for block in ordered for r in range(ranks)])
+        at_once = max(1, _PACKED_BYTES // (ranks * self.destination.block_bytes))
+        sums: list[int] = []
         for first in range(ordered.start, ordered.stop, at_once):
             wanted = range(first, min(first + at_once, ordered.stop))
-            of_ranks = [self._pages(pages, source_blocks, wanted, rank) for rank in range(self.destination.ranks)]
-            sums += [xxhash.xxh3_64_intdigest(page) for block in zip(*of_ranks, strict=True) for page in block]
+            packed = (self._pack(pages, slice(None), source_blocks, wanted, rank) for rank in range(ranks))
+            of_ranks = [page_sums(found, range(len(found))) for found in packed]
+            sums += [value for block in zip(*of_ranks, strict=True) for value in block]
         return sums
-
-    def _pages(
-        self, pages: torch.Tensor, source_blocks: Sequence[int], wanted: range, rank: int
-    ) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of one rank's pages of blocks `wanted`."""
-        if self.is_identity:
-            first = rank * (len(pages) // self.destination.ranks)
-            found = [pages[first + source_blocks[block]] for block in wanted]
-        else:
-            found = list(self._pack(pages, slice(None), source_blocks, wanted, rank))
-        return [page.view(torch.uint8).cpu().numpy() for page in found]
 
     def _ordered(self, order: Order, start: int, end: int) -> range:
         """Blocks of the receiver that hold tokens `start` to `end` and were ordered."""

@@ -85,12 +85,16 @@ def up(
     kv_dtype: Annotated[
         str | None, typer.Option(help="fp8: KV cache of one byte a number.  [default: as dtype]")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, or cuda for --aggregated workers.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda: each worker has a CUDA device of its own, if there are enough.")
+    ] = None,
     tensor_parallel: Annotated[
         int | None, typer.Option(help="Processes that share the model of each worker.  [default: 1]")
     ] = None,
     dummy_seed: Annotated[int | None, typer.Option(help="Random weights from this seed, for benchmarks.")] = None,
-    connector: Annotated[str | None, typer.Option(help="auto, shared_memory, tcp, zmq or gloo.")] = None,
+    connector: Annotated[
+        str | None, typer.Option(help="auto, shared_memory, tcp, zmq or gloo; on cuda: cuda_ipc or nccl.")
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="prefix, least_outstanding, round_robin or random.")] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Shorter uncached prompts are prefilled where they decode.")

@@ -62,6 +62,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     kv_dtype: Literal["auto", "fp8"] = "auto"  # of the KV cache; auto: as dtype
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel: int = 1  # processes, ranks, that share a worker's model
+    first_device: int = 0  # of the visible CUDA devices, counted round; `tandem up` gives each worker its own
     dummy_seed: int | None = None  # random weights instead of the folder's
     block_size: int = 16  # tokens
     kv_blocks: int = 0  # 0: as many as fit into kv_memory
@@ -74,7 +75,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     max_model_len: int = 0  # 0: the model's
     threads: int = 1  # compute threads
     worker_port: int = 0  # of the gRPC server; 0: any free one
-    connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo"] = "auto"
+    connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo", "cuda_ipc", "nccl"] = "auto"
     drain_seconds: float = 5.0
 
 
@@ -95,6 +96,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "max_model_len": (0, _NO_LIMIT),
     "threads": (1, 1024),
     "tensor_parallel": (1, 64),
+    "first_device": (0, 1 << 20),
     "dummy_seed": (0, (1 << 63) - 1),
     "drain_seconds": (0, 86400),
     "max_in_flight": (1, _NO_LIMIT),

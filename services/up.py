@@ -280,11 +280,15 @@ def _environment(settings: dict[str, Any], file: Path | None) -> dict[str, str]:
 def _children(roles: list[str], environment: dict[str, str], of_roles: dict[str, dict[str, Any]]) -> list[Child]:
     counts: dict[str, int] = {}
     children = []
+    devices = 0  # given out
     for role in roles:
         number = counts[role] = counts.get(role, -1) + 1
         name = role if role in ("router", "gateway") else f"{role}-{number}"
         command = [sys.executable, "-m", "services.cli", "serve", role]
         own = {f"TANDEM_{setting.upper()}": str(value) for setting, value in of_roles.get(role, {}).items()}
+        if role in _WORKER_ROLES:
+            own.setdefault("TANDEM_FIRST_DEVICE", str(devices))
+            devices += int((environment | own).get("TANDEM_TENSOR_PARALLEL", "1"))
         children.append(Child(name, command, environment | own | {"TANDEM_NAME": name}))
     return children
 

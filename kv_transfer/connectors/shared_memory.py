@@ -46,8 +46,11 @@ _CLOSED = 2**64 - 1  # in the table: no generation of this block may be written
 _OWNER_BYTE = 0  # locked by the segment's owner for as long as it lives
 
 
-class _Description(msgspec.Struct, frozen=True):
+class SegmentDescription(msgspec.Struct, frozen=True):
+    """What a sender must know to map a segment."""
+
     pool: PoolDescription
+    pool_bytes: int  # in the segment
     name: str
     token: bytes  # also stands in the segment: proves that both sides see the same memory
     boot_id: str
@@ -130,8 +133,13 @@ class SharedMemoryReceiver(ReceiverConnector):
 
     def describe(self) -> bytes:
         """Name, token and shape of the segment."""
+        return msgspec.msgpack.encode(self.segment)
+
+    @property
+    def segment(self) -> SegmentDescription:
+        """The segment, for senders."""
         segment = self._segment
-        return msgspec.msgpack.encode(_Description(self._pool, segment.name, segment.token, boot_id()))
+        return SegmentDescription(self._pool, segment.pool_bytes, segment.name, segment.token, boot_id())
 
     def expect(self, transfer_id: str, blocks: Sequence[BlockRef]) -> None:
         """Publishes the generations: senders refuse any other."""
@@ -172,13 +180,15 @@ class SharedMemoryReceiver(ReceiverConnector):
 class SharedMemorySender(SenderConnector):
     """Writes into the pool that `description` names. Raises ConnectorError if it is not the same memory."""
 
+    description_type = SegmentDescription
+
     def __init__(self, description: bytes, layout: str) -> None:
         try:
-            offer = msgspec.msgpack.decode(description, type=_Description)
+            offer = msgspec.msgpack.decode(description, type=self.description_type)
         except msgspec.MsgspecError as error:
             raise ConnectorError(f"malformed description of shared memory: {error}") from error
         self.counters = ConnectorCounters()
-        self._pool = pool = offer.pool
+        self.pool = pool = offer.pool
         pool.require_layout(layout)
         if offer.boot_id != boot_id() or not _NAME.fullmatch(offer.name) or len(offer.token) != 32:
             raise ConnectorError("the receiver's memory is not on this host")
@@ -187,7 +197,7 @@ class SharedMemorySender(SenderConnector):
         except OSError as error:
             raise ConnectorError(f"the receiver's shared memory cannot be opened: {error.strerror}") from error
         try:
-            self._map(descriptor, offer.token)
+            self._map(descriptor, offer)
         except BaseException:
             os.close(descriptor)
             raise
@@ -202,7 +212,26 @@ class SharedMemorySender(SenderConnector):
         blocks: Sequence[BlockRef],
     ) -> int:
         """Copies the rows in one go."""
-        pool = self._pool
+        try:
+            destination = self.admit(transfer_id, layer, source, source_blocks, blocks)
+            # Views, as the layer of a block is contiguous: each row is copied once.
+            rows = source[:, layer].flatten(1).view(torch.uint8).numpy()
+            for source_block, block in zip(source_blocks, destination, strict=True):
+                self._rows[block, layer] = rows[source_block]
+        finally:
+            self.leave(transfer_id)
+        return self.count(len(blocks))
+
+    def admit(
+        self,
+        transfer_id: str,
+        layer: int,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> list[int]:
+        """Rows of the pool that this push may write until `leave`. Raises ConnectorError if it may not."""
+        pool = self.pool
         if self._descriptor < 0:
             raise ConnectorError("the connector is closed")
         pool.check_push(layer, source, source_blocks, blocks)
@@ -211,27 +240,28 @@ class SharedMemorySender(SenderConnector):
                 self.counters.refuse("range" if ref.incarnation == pool.incarnation else "incarnation")
                 raise PushRefused(f"block {ref.block_id} is not in the receiver's pool")
         destination = [ref.block_id for ref in blocks]
-        byte = _transfer_byte(transfer_id)
         try:
             if os.fstat(self._descriptor).st_size != self._size:  # beyond its end a write would kill this process
                 raise ConnectorError("the receiver's shared memory has another size than before")
-            locked = _try_lock(self._descriptor, byte)
+            locked = _try_lock(self._descriptor, _transfer_byte(transfer_id))
         except OSError as error:
             raise ConnectorError(f"the receiver's shared memory cannot be used any more: {error}") from error
         if not locked:
             self.counters.refuse("fenced")
             raise PushRefused("the receiver is shutting this transfer out")
-        try:
-            if self._generations[destination].tolist() != [ref.generation for ref in blocks]:
-                self.counters.refuse("generation")
-                raise PushRefused("the receiver does not expect these blocks any more")
-            # Views, as the layer of a block is contiguous: each row is copied once.
-            rows = source[:, layer].flatten(1).view(torch.uint8).numpy()
-            for source_block, block in zip(source_blocks, destination, strict=True):
-                self._rows[block, layer] = rows[source_block]
-        finally:
-            _unlock(self._descriptor, byte)
-        num_bytes = len(blocks) * pool.layer_bytes
+        if self._generations[destination].tolist() != [ref.generation for ref in blocks]:
+            self.counters.refuse("generation")
+            raise PushRefused("the receiver does not expect these blocks any more")
+        return destination
+
+    def leave(self, transfer_id: str) -> None:
+        """Nothing is being written for the transfer. Idempotent."""
+        if self._descriptor >= 0:
+            _unlock(self._descriptor, _transfer_byte(transfer_id))
+
+    def count(self, num_blocks: int) -> int:
+        """Bytes of one layer of so many blocks, which were pushed."""
+        num_bytes = num_blocks * self.pool.layer_bytes
         self.counters.bytes += num_bytes
         return num_bytes
 
@@ -248,9 +278,10 @@ class SharedMemorySender(SenderConnector):
             self._descriptor = -1
             del self._rows, self._generations, self._mapping  # unmapped with the last view
 
-    def _map(self, descriptor: int, token: bytes) -> None:
-        pool = self._pool
-        pool_bytes = pool.num_blocks * pool.block_bytes
+    def _map(self, descriptor: int, offer: SegmentDescription) -> None:
+        pool, token, pool_bytes = offer.pool, offer.token, offer.pool_bytes
+        if pool_bytes not in (0, pool.num_blocks * pool.block_bytes):
+            raise ConnectorError("the receiver's shared memory does not hold its pool")
         self._size = size = _table_offset(pool_bytes) + 8 * pool.num_blocks
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
@@ -263,7 +294,7 @@ class SharedMemorySender(SenderConnector):
             self._mapping, dtype=np.uint64, count=pool.num_blocks, offset=_table_offset(pool_bytes)
         )
         rows: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8, count=pool_bytes)
-        self._rows = rows.reshape(pool.num_blocks, pool.num_layers, pool.layer_bytes)
+        self._rows = rows.reshape(-1, pool.num_layers, pool.layer_bytes)
 
 
 def reap_stale_segments() -> list[str]:

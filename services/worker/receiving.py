@@ -15,10 +15,10 @@ from functools import partial
 import grpc
 import grpc.aio
 import structlog
-import xxhash
 
 from engine.request import Request
 from kv_transfer import receiver as rx
+from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
 from kv_transfer.messages import Done, FirstToken, Order, Switch, ToSender
 from kv_transfer.references import BlockRef
@@ -423,14 +423,7 @@ class KvReceiver:
                 return
             await asyncio.sleep(_POLL_SECONDS)
         ordered = [ref.block_id for ref in receiving.blocks]
-
-        def matches() -> bool:
-            return len(done.checksums) == len(ordered) and all(
-                xxhash.xxh3_64_intdigest(pages.block_bytes_view(page)) == checksum
-                for page, checksum in zip(ordered, done.checksums, strict=True)
-            )
-
-        ok = await asyncio.to_thread(matches)
+        ok = await asyncio.to_thread(lambda: page_sums(pages.tensor, ordered) == done.checksums)
         self._carry_out(receiving, machine.verified(ok, time.monotonic()))
         if is_late and time.monotonic() > late_at and machine.closed:
             self._end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")

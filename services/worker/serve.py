@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,23 +22,19 @@ from tokenizers import Tokenizer
 from engine.engine import Engine, EngineConfig, StepOutput
 from engine.hashing import test_vector
 from engine.memory import describe_cache
-from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
-from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector
 from kv_transfer.connectors.shared_memory import (
-    SharedMemoryReceiver,
-    SharedMemorySender,
     SharedSegment,
     reap_stale_segments,
 )
-from kv_transfer.connectors.tcp import TcpReceiver
-from kv_transfer.connectors.tcp_sender import TcpSender
-from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from services.cluster_state import ClusterState
-from services.config import ConfigError, WorkerConfig, is_loopback, parse_bytes
+from services.config import ConfigError, WorkerConfig, parse_bytes
 from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
 from services.security import cluster_key
+from services.worker.connectors import check_connector, offered, open_sender
+from services.worker.devices import take_devices
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.load_log import LoadLog
@@ -116,10 +112,9 @@ class Worker:
     def _build_engine(self) -> Engine:
         """Loads the model, sizes the pool and warms up, so that the first request is as fast as the next."""
         config = self._config
-        if config.device != "cpu" and config.role != "aggregated":
-            raise ConfigError(
-                f"device {config.device}: KV can be moved between CPU workers only; run `tandem up --aggregated 1`"
-            )
+        check_connector(config)
+        if config.device == "cuda":
+            take_devices(config.first_device, config.tensor_parallel)
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
         if config.device == "cuda" and torch.cuda.device_count() < config.tensor_parallel:
@@ -133,7 +128,9 @@ class Worker:
         usual = _USUAL[config.device]
         # Peers reach the caches of all ranks through rank 0.
         ranks_are_reached = config.tensor_parallel > 1 and config.role != "aggregated"
-        share = ranks_are_reached or (config.role == "decode" and config.connector in ("auto", "shared_memory"))
+        share = config.device == "cpu" and (
+            ranks_are_reached or (config.role == "decode" and config.connector in ("auto", "shared_memory"))
+        )
         told = LoadLog()
         engine = Engine.build(
             folder,
@@ -191,32 +188,8 @@ class Worker:
         )
         stream_key = self._key.kv_streams if self._key else b""
         if config.role == "decode":
-            if self._segment is not None and config.connector in ("auto", "shared_memory"):
-                self._connectors.append(SharedMemoryReceiver(self._segment, pool))
-            tensor, generation, host = engine.pages.tensor, engine.generation, config.bind
-            streams: dict[str, Callable[[], ReceiverConnector]] = {
-                "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key),
-                "zmq": lambda: ZmqReceiver(tensor, pool, generation, host, self._secure),
-                "gloo": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
-            }
-            # What leaves the machine is encrypted, or at least sealed, unless somebody says otherwise.
-            order: tuple[str, ...] = ("tcp", "zmq") if is_loopback(config.bind) else ("zmq", "tcp")
-            if is_loopback(config.bind) and stream_key:
-                order += ("gloo",)
-            wanted = order if config.connector == "auto" else (config.connector,)
-            self._connectors += [streams[kind]() for kind in wanted if kind in streams]
-
-        def open_connector(layout: str, kind: str, description: bytes) -> SenderConnector:
-            if kind == "shared_memory":
-                return SharedMemorySender(description, layout)
-            if kind == "tcp":
-                return TcpSender(description, layout, stream_key)
-            if kind == "gloo":
-                return DistributedSender(description, layout, stream_key, engine.kv_cache.tensor.device)
-            if kind == "zmq":
-                return ZmqSender(description, layout, self._secure)
-            raise ConnectorError(f"the connector {kind!r} is not known here")
-
+            self._connectors = offered(config, engine, pool, self._segment, stream_key, self._secure)
+        open_connector = partial(open_sender, engine.kv_cache.tensor.device, stream_key, self._secure)
         thread = EngineThread(engine, self._on_step, self._on_crash)
         tokens = TokenPublisher(self.incarnation, self._key)
         self._events = EventPublisher(self.incarnation, config.bind, self._key)

@@ -65,6 +65,11 @@ class SleepService(worker_pb2_grpc.SleepServicer):
                 return worker_pb2.SleepReply(was_asleep=True)
             if self._service.draining:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker is leaving")
+            if self._member.role != "aggregated" and not self._thread.engine.kv_cache.tensor.is_cpu:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    "peers have mapped this worker's device memory: on CUDA devices only aggregated workers can sleep",
+                )
             if self._under_way and not request.drain:
                 await context.abort(
                     grpc.StatusCode.FAILED_PRECONDITION,

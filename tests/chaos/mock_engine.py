@@ -61,6 +61,9 @@ class HashRunner:
         self._layer_seconds = layer_seconds
         self._block_size = cache.spec.block_size
 
+    def settle(self) -> None:
+        """Nothing goes on behind `run`."""
+
     def run(
         self,
         entries: Sequence[Entry],

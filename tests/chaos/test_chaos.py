@@ -7,12 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import xxhash
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
@@ -22,6 +20,7 @@ from prometheus_client import generate_latest
 
 from engine.engine import Reservation
 from engine.request import Request
+from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
@@ -251,13 +250,15 @@ async def test_bytes_that_come_after_the_comparison_are_not_written(
             rogues.append(Rogue(pair._open_connector(layout, kind, description)))
             return rogues[-1]
 
-        def digest(data: memoryview) -> int:
-            found = xxhash.xxh3_64_intdigest(data)
-            rogues[-1].write_again()
+        def sums(pages: torch.Tensor, rows: Sequence[int]) -> list[int]:
+            found = []
+            for row in rows:
+                found += page_sums(pages, [row])
+                rogues[-1].write_again()
             return found
 
         monkeypatch.setattr(pair.prefill.sender, "_open_connector", open_connector)
-        monkeypatch.setattr(receiving, "xxhash", SimpleNamespace(xxh3_64_intdigest=digest))
+        monkeypatch.setattr(receiving, "page_sums", sums)
         outcome = await Load(pair, abort_share=0).run(12, at_once=1)
         committed = pair.decode.metrics.transfers.labels("committed")._value.get()
     assert outcome.clean and committed == 12, outcome

@@ -1,0 +1,73 @@
+"""Memory of a CUDA device that another process maps: CUDA's interprocess handles, by the driver's own library.
+
+Source: CUDA Driver API, cuIpcGetMemHandle and cuIpcOpenMemHandle. Both processes run on one host; they may use one
+device, or two that reach each other's memory.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import msgspec
+import torch
+
+from kv_transfer.connectors.base import ConnectorError
+
+HANDLE_BYTES = 64
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_byte * HANDLE_BYTES)]
+
+
+class MemoryHandle(msgspec.Struct, frozen=True):
+    """Where a tensor's memory is, for other processes."""
+
+    handle: bytes  # of the allocation that holds it
+    offset: int  # bytes from its begin
+
+
+def export(tensor: torch.Tensor) -> MemoryHandle:
+    """The handle of a contiguous tensor's memory. Raises ConnectorError."""
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+    with torch.cuda.device(tensor.device):
+        torch.cuda.synchronize()  # has a context
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr()))
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return MemoryHandle(bytes(handle), tensor.data_ptr() - base.value)
+
+
+class MappedMemory:
+    """Another process's memory, mapped for kernels on `device`. Raises ConnectorError if the two cannot share it."""
+
+    def __init__(self, memory: MemoryHandle, device: torch.device) -> None:
+        if len(memory.handle) != HANDLE_BYTES or memory.offset < 0:
+            raise ConnectorError("malformed handle of CUDA memory")
+        self._device = device
+        self._base = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            handle = _Handle.from_buffer_copy(memory.handle)
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._base), handle, ctypes.c_uint(_PEER_ACCESS))
+        self.address = self._base.value + memory.offset
+
+    def close(self) -> None:
+        """Unmaps it. Nothing may be writing."""
+        with torch.cuda.device(self._device):
+            _call("cuIpcCloseMemHandle", self._base)
+
+
+@cache
+def _library() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ConnectorError(f"there is no CUDA driver here: {error}") from error
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if status := getattr(_library(), name)(*arguments):
+        text = ctypes.c_char_p()
+        _library().cuGetErrorName(status, ctypes.byref(text))
+        raise ConnectorError(f"{name}: {text.value.decode() if text.value else status}")

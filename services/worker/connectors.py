@@ -1,0 +1,102 @@
+"""Which connectors a worker has: those by which its KV pool can be written, and those by which it writes into pools."""
+
+from collections.abc import Callable
+
+import structlog
+import torch
+import zmq
+
+from engine.engine import Engine
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
+from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver, CudaIpcSender
+from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
+from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
+from kv_transfer.connectors.tcp import TcpReceiver
+from kv_transfer.connectors.tcp_sender import TcpSender
+from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
+from services.config import ConfigError, WorkerConfig, is_loopback
+
+log = structlog.get_logger()
+
+Secure = Callable[[zmq.Socket[bytes], bool], None]  # a socket, and whether it is the server's
+
+_OF_DEVICE = {"cpu": ("shared_memory", "tcp", "zmq", "gloo"), "cuda": ("cuda_ipc", "nccl")}
+
+
+def check_connector(config: WorkerConfig) -> None:
+    """Raises ConfigError where nothing, or not this connector, can move what lies on the worker's device."""
+    if config.device == "cuda" and config.tensor_parallel > 1 and config.role != "aggregated":
+        raise ConfigError(
+            f"tensor_parallel {config.tensor_parallel}: on CUDA devices KV that is spread over ranks cannot be moved "
+            "between workers; run `tandem up --aggregated 1`"
+        )
+    kinds = _OF_DEVICE[config.device]
+    if config.role != "aggregated" and config.connector not in ("auto", *kinds):
+        raise ConfigError(
+            f"connector {config.connector}: with device {config.device} KV moves by {' or '.join(kinds)}; "
+            "auto takes the first that works"
+        )
+
+
+def offered(
+    config: WorkerConfig,
+    engine: Engine,
+    pool: PoolDescription,
+    segment: SharedSegment | None,
+    stream_key: bytes,
+    secure: Secure,
+) -> list[ReceiverConnector]:
+    """What a decode worker offers its peers, best first. `segment`: shared memory that the pool lies in.
+
+    Raises ConnectorError if the one that the configuration names does not work here.
+    """
+    tensor, generation, host = engine.pages.tensor, engine.generation, config.bind
+    make: dict[str, Callable[[], ReceiverConnector]] = {
+        "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key),
+        "zmq": lambda: ZmqReceiver(tensor, pool, generation, host, secure),
+        "gloo": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
+        "cuda_ipc": lambda: CudaIpcReceiver(tensor, pool),
+        "nccl": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
+    }
+    if segment is not None:
+        make["shared_memory"] = lambda: SharedMemoryReceiver(segment, pool)
+    if config.connector != "auto":
+        return [make[config.connector]()] if config.connector in make else []
+    connectors: list[ReceiverConnector] = []
+    for kind in filter(make.__contains__, _order(config, bool(stream_key))):
+        try:
+            connectors.append(make[kind]())
+        except ConnectorError as error:
+            log.warning("a connector does not work here", connector=kind, reason=str(error))
+    return connectors
+
+
+def _order(config: WorkerConfig, has_key: bool) -> tuple[str, ...]:
+    """Best first. What leaves the machine is encrypted, or at least sealed, unless somebody says otherwise.
+
+    torch.distributed trusts what it is told, so its groups are for one machine, and for peers that have the key.
+    """
+    here = is_loopback(config.bind)
+    if config.device == "cuda":
+        return ("cuda_ipc", "nccl") if here and has_key else ("cuda_ipc",)
+    if not here:
+        return "shared_memory", "zmq", "tcp"
+    return ("shared_memory", "tcp", "zmq", "gloo") if has_key else ("shared_memory", "tcp", "zmq")
+
+
+def open_sender(
+    device: torch.device, stream_key: bytes, secure: Secure, layout: str, kind: str, description: bytes
+) -> SenderConnector:
+    """A connector to a peer that has sent this description, for a cache on `device`. Raises ConnectorError."""
+    match kind:
+        case "shared_memory":
+            return SharedMemorySender(description, layout)
+        case "tcp":
+            return TcpSender(description, layout, stream_key)
+        case "zmq":
+            return ZmqSender(description, layout, secure)
+        case "gloo" | "nccl":
+            return DistributedSender(description, layout, stream_key, device)
+        case "cuda_ipc":
+            return CudaIpcSender(description, layout, device)
+    raise ConnectorError(f"the connector {kind!r} is not known here")

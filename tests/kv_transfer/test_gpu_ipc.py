@@ -1,0 +1,137 @@
+"""Pages of a CUDA device that another process writes. Skipped where there is none."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kv_transfer.checksums import page_sums
+from kv_transfer.connectors.base import PoolDescription, SenderIdentity
+from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver
+from kv_transfer.references import BlockRef
+
+DEVICES = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")]
+
+SHAPE = (40, 3, 16, 2, 64)  # of both caches
+SENDER = """
+import sys, msgspec, torch
+from kv_transfer.connectors.base import ConnectorError
+from kv_transfer.connectors.cuda_ipc import CudaIpcSender
+from kv_transfer.references import BlockRef
+
+device = torch.device("cuda", int(sys.argv[1]))
+for line in sys.stdin:
+    description, shape, dtype, source_blocks, blocks, flush = msgspec.msgpack.decode(
+        bytes.fromhex(line), type=tuple[bytes, list[int], str, list[int], list[BlockRef], bool])
+    source = torch.arange(1000 * shape[0], device=device).repeat_interleave(
+        torch.Size(shape).numel() // shape[0] // 1000 + 1)[: torch.Size(shape).numel()]
+    source = (source % 251).view(shape).to(getattr(torch, dtype))
+    try:
+        sender = CudaIpcSender(description, "L", device)
+        for layer in range(shape[1]):
+            sender.push("t", layer, source, source_blocks, blocks)
+        if flush:
+            sender.flush("t")
+        print("pushed", sender.counters.bytes, flush=True)
+    except ConnectorError as error:
+        print("refused", error, flush=True)
+"""
+
+
+class Receiving:
+    """A pool on the first device and a sender's process on another, or on the same one."""
+
+    def __init__(self, device: int, dtype: torch.dtype) -> None:
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.pages = torch.zeros(SHAPE, dtype=dtype, device="cuda:0")
+        block_bytes = self.pages[0].nbytes
+        self.pool = PoolDescription("mine", SHAPE[0], block_bytes, block_bytes // SHAPE[1], "L")
+        self.receiver = CudaIpcReceiver(self.pages, self.pool)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SENDER, str(device)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def push(self, source_blocks: list[int], blocks: list[BlockRef], *, flush: bool = True) -> str:
+        request = [self.receiver.describe(), list(SHAPE), self.dtype, source_blocks, blocks, flush]
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(msgspec.msgpack.encode(request).hex() + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.receiver.close()
+
+
+@pytest.fixture
+def receiving() -> Any:
+    """Makes receivers and ends them."""
+    made: list[Receiving] = []
+
+    def make(device: int = 0, dtype: torch.dtype = torch.bfloat16) -> Receiving:
+        made.append(Receiving(device, dtype))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+Make = Callable[..., Receiving]
+IDENTITY = SenderIdentity("theirs", "boot", 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", [0, 1])
+def test_pages_land_where_they_are_meant(receiving: Make, device: int, dtype: torch.dtype) -> None:
+    if device >= DEVICES:
+        pytest.skip(f"needs {device + 1} CUDA devices, there are {DEVICES}")
+    pair = receiving(device, dtype)
+    refs = [BlockRef("mine", block, 7, b"") for block in (5, 0, 39, 12)]
+    pair.receiver.expect("t", refs)
+    assert pair.push([3, 4, 30, 2], refs).split() == ["pushed", str(4 * pair.pool.block_bytes)]
+    assert pair.receiver.fence("t", IDENTITY)
+    numel = torch.Size(SHAPE).numel()
+    source = torch.arange(1000 * SHAPE[0]).repeat_interleave(numel // SHAPE[0] // 1000 + 1)[:numel]
+    source = (source % 251).view(SHAPE).to(dtype)
+    want = torch.zeros(SHAPE, dtype=dtype)
+    want[[5, 0, 39, 12]] = source[[3, 4, 30, 2]]
+    assert torch.equal(pair.pages.cpu(), want)
+    assert page_sums(pair.pages, [5, 0]) == page_sums(source.cuda(), [3, 4])
+    assert page_sums(pair.pages, [5]) != page_sums(source.cuda(), [4])
+
+
+def test_what_is_not_expected_is_refused(receiving: Make) -> None:
+    pair = receiving()
+    ref = BlockRef("mine", 5, 7, b"")
+    assert pair.push([0], [ref]).startswith("refused")
+    pair.receiver.expect("t", [ref])
+    assert pair.push([0], [BlockRef("mine", 5, 6, b"")]).startswith("refused")
+    assert pair.push([0], [ref]).startswith("pushed")
+    pair.receiver.finish("t")
+    assert pair.push([0], [ref]).startswith("refused")
+
+
+def test_a_transfer_is_shut_out_when_its_writer_has_left_or_died(receiving: Make) -> None:
+    pair = receiving()
+    ref = BlockRef("mine", 5, 7, b"")
+    pair.receiver.expect("t", [ref])
+    assert pair.push([0], [ref], flush=False).startswith("pushed")
+    assert not pair.receiver.fence("t", IDENTITY)  # its copies may still run
+    pair.process.kill()
+    pair.process.wait()
+    assert pair.receiver.fence("t", IDENTITY)
+
+
+def test_one_word_that_differs_is_seen() -> None:
+    pages = torch.zeros(3, 2, 16, 2, 64, dtype=torch.float16, device="cuda")
+    before = page_sums(pages, [0, 1, 2])
+    pages[1, 1, 15, 1, 63] = 1.0
+    after = page_sums(pages, [0, 1, 2])
+    assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
