@@ -10,7 +10,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test chaos lint format proto clean
+.PHONY: help setup up test chaos kill lint format proto clean
 
 help:  ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ test: lint  ## lint, types, import rules, stubs, all tests
 
 chaos: setup  ## thousands of faults between two workers; ARGS="--faults N --seed S --record FILE"
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/long_run.py $(ARGS)
+
+kill: setup  ## decode workers killed under hundreds of streams; ARGS="--streams N --at-once N --record FILE"
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/cluster/kill_run.py $(ARGS)
 
 lint: setup  ## ruff, mypy, import rules
 	@echo "== ruff"

@@ -1,6 +1,7 @@
 """Workers are killed under load: requests end token-exactly, and the cluster is whole again by itself."""
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.streams import kill, run_streams, state_of
 from cluster.tiny import tiny_model
 
 
@@ -36,8 +38,9 @@ def body(cluster: Cluster, number: int, max_tokens: int) -> dict[str, Any]:
     }
 
 
-def ask(cluster: Cluster, number: int, max_tokens: int = 300) -> list[str]:
-    answer = httpx.post(cluster.url + "/v1/completions", json=body(cluster, number, max_tokens), timeout=120)
+def ask(cluster: Cluster, number: int, max_tokens: int = 300, salt: str = "") -> list[str]:
+    request = body(cluster, number, max_tokens) | ({"cache_salt": salt} if salt else {})
+    answer = httpx.post(cluster.url + "/v1/completions", json=request, timeout=120)
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -54,13 +57,18 @@ def wait_whole(cluster: Cluster, workers: int) -> None:
     pytest.fail(f"the cluster is not whole again; log:\n{cluster.log.read_text()[-4000:]}")
 
 
-def kill(cluster: Cluster, name: str) -> None:
-    """SIGKILL, proved."""
-    pid = cluster.pids[name]
-    os.kill(pid, signal.SIGKILL)
-    event = cluster.wait_event("restarted", 30)
-    assert event["name"] == name
-    cluster.pids[name] = int(str(event["pid"]))
+async def test_streams_go_on_when_their_decode_worker_is_killed(pair: Cluster) -> None:
+    """8 of 8, token by token, some of them moved to the other worker."""
+    expected = [stream.tokens for stream in await run_streams(pair, range(8), 400)]
+    pair.wait_idle()
+    moved = pair.metric("tandem_requests_moved_total")
+    streams = await run_streams(pair, range(8), 400, lambda: kill(pair, "decode-0"))
+    assert [(stream.error, stream.finish) for stream in streams] == [(None, "length")] * 8
+    assert [stream.tokens for stream in streams] == expected
+    assert all(len(tokens) == 400 for tokens in expected)
+    wait_whole(pair, 4)
+    pair.wait_idle()
+    assert pair.metric("tandem_requests_moved_total") - moved >= 2
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
@@ -113,17 +121,42 @@ def test_client_gone_stops_the_work(pair: Cluster) -> None:
     pair.wait_idle(2.0)
 
 
-def test_stopped_prefill_worker_is_fenced(pair: Cluster) -> None:
-    """SIGSTOP in the middle of prefills: their requests are computed elsewhere, blocks are kept from the writer."""
-    expected = [ask(pair, number, 40) for number in range(8)]
-    pid = pair.pids["prefill-0"]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            running = [pool.submit(ask, pair, number, 40) for number in range(8)]
-            results = [future.result() for future in running]
-        finally:
-            os.kill(pid, signal.SIGCONT)
-    assert results == expected
+RECOMPUTED = {"outcome": "recomputed"}
+
+
+@contextlib.contextmanager
+def stopped(cluster: Cluster, name: str) -> Iterator[None]:
+    """SIGSTOP, proved; SIGCONT."""
+    pid = cluster.pids[name]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while state_of(pid) != "T":
+            time.sleep(0.001)
+        yield
+        assert cluster.pids[name] == pid and state_of(pid) == "T"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+# Shorter and longer than the leases of transfers and members.
+@pytest.mark.parametrize(("victim", "seconds"), [("prefill-0", 1.0), ("prefill-0", 8.0), ("decode-0", 8.0)])
+def test_worker_stopped_in_the_middle_of_transfers(pair: Cluster, victim: str, seconds: float) -> None:
+    """Its requests are computed elsewhere; when it goes on it changes no token, and no block is left on any side."""
+    salt = f"{victim} {seconds}"  # nothing of these prompts is cached
+    numbers = range(1300, 1318)  # long ones
+    signs = ("tandem_requests_moved_total", {}) if victim == "decode-0" else ("tandem_kv_transfers_total", RECOMPUTED)
+    before = pair.metric(signs[0], **signs[1])
+    with concurrent.futures.ThreadPoolExecutor(18) as pool:
+        running = [pool.submit(ask, pair, number, 60, salt) for number in numbers]
+        time.sleep(0.25)
+        assert sum(not future.done() for future in running) > 6, "the load ended before the fault"
+        with stopped(pair, victim):
+            time.sleep(seconds)
+        results = [future.result() for future in running]
     wait_whole(pair, 4)
     pair.wait_idle(10)
+    if seconds > 5:
+        assert pair.metric(signs[0], **signs[1]) > before, "nothing was under way"
+    assert [ask(pair, number, 60, "another") for number in numbers] == results
+    assert [ask(pair, number, 60, salt) for number in numbers[:6]] == results[:6]  # with what is cached now
+    pair.wait_idle()
