@@ -402,7 +402,8 @@ class KvReceiver:
         self._metrics.transfer_bytes.labels(receiving.connector.capabilities.kind).inc(num_bytes)
         order = receiving.machine.order
         skipped = order.skip_blocks * self._engine.engine.kv_cache.spec.block_size
-        self._metrics.prompt_tokens.labels("transferred").inc(len(order.request.prompt_token_ids) - skipped)
+        # Of a request that has moved here, output may be cached as well: then nothing of the prompt was transferred.
+        self._metrics.prompt_tokens.labels("transferred").inc(max(0, len(order.request.prompt_token_ids) - skipped))
         self._metrics.transfer_seconds.observe(now - receiving.started)
         self._metrics.exposed_seconds.observe(now - receiving.landed_at + receiving.machine.seconds_since_compute)
 

@@ -14,7 +14,7 @@ import torch
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
-from chaos.mock_engine import BLOCK
+from chaos.mock_engine import BLOCK, reference
 from chaos.pair import CONNECTORS, linked, without_checksums
 from prometheus_client import generate_latest
 
@@ -25,7 +25,7 @@ from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConne
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
 from kv_transfer.references import BlockRef
-from services.rpc import router_pb2, trace_pb2
+from services.rpc import router_pb2, trace_pb2, worker_pb2
 from services.worker import receiving, sending
 from services.worker.timelines import Timeline
 
@@ -379,3 +379,29 @@ async def test_an_engine_that_hangs_renews_no_lease(monkeypatch: pytest.MonkeyPa
         (reason,) = [mark.detail for mark in reply.timelines[0].marks if mark.event == "recomputed"]
         assert reason != "deadline exceeded"
         assert not any((await load.settled()).values())
+
+
+async def test_a_request_that_moved_to_where_its_output_is_cached() -> None:
+    """More blocks are cached than the prompt has: the rest comes, and the worker goes on."""
+    prompt = [7, 8, 9, 10]
+    output = reference(prompt, 40)
+    async with linked("shared_memory", Faults(dice(14), {})) as pair:
+        for number, known in enumerate((0, 30)):
+            await pair.worker.Submit(
+                worker_pb2.SubmitRequest(
+                    request_id=f"q{number}",
+                    prompt_token_ids=prompt,
+                    output_token_ids=output[:known],
+                    sampling=worker_pb2.Sampling(max_tokens=40),
+                    deadline_seconds=20,
+                    reply_to="tcp://127.0.0.1:1",
+                    gateway_incarnation="g" * 32,
+                    prefill=pair.endpoint,
+                    worker_incarnation=pair.decode.incarnation,
+                ),
+                timeout=10,
+            )
+            assert not any((await Load(pair).settled()).values())
+        assert not pair.crashes
+        assert pair.decode.metrics.transfers.labels("committed")._value.get() == 2
+        assert pair.decode.metrics.prompt_tokens.labels("transferred")._value.get() == len(prompt)

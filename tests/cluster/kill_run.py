@@ -10,12 +10,14 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-import httpx
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.streams import Stream, kill, run_streams
 from cluster.tiny import tiny_model
+
+_FAILURE = Path("kill-failure.log")  # what the processes of a cluster logged whose streams did not all go on
 
 
 @dataclass
@@ -67,7 +69,7 @@ async def rounds(cluster: Cluster, options: argparse.Namespace) -> Books:
         await asyncio.to_thread(cluster.wait_idle, 20)
         victim = dice.choice(("decode-0", "decode-1"))
         before = cluster.metric("tandem_requests_moved_total")
-        books.judge(await run_streams(cluster, numbers, options.tokens, lambda: kill(cluster, victim)), expected)
+        books.judge(await run_streams(cluster, numbers, options.tokens, partial(kill, cluster, victim)), expected)
         books.kills += 1
         await asyncio.to_thread(wait_whole, cluster, 3)
         await asyncio.to_thread(cluster.wait_idle, 20)
@@ -87,9 +89,10 @@ def page(books: Books, options: argparse.Namespace, seconds: float) -> str:
 `make kill ARGS="{" ".join(sys.argv[1:])}"` at commit {commit}: {seconds:.0f} s, {os.cpu_count()} cores of
 {cpu.partition(": ")[2]}, load average {load:.1f} at the end.
 
-1 prefill and 2 decode workers serve a tiny model in float32 (3 layers, random weights). {options.at_once} streams at once over HTTP,
-{options.tokens} tokens each, every second one sampled. When all are under way and none has ended, one decode worker gets SIGKILL; its streams go
-on at the other one, and the supervisor starts it again. Each stream is compared with the same request in a round without a fault.
+1 prefill and 2 decode workers serve a tiny model in float32 (3 layers, random weights). {options.at_once} streams at
+once over HTTP, {options.tokens} tokens each, every second one sampled. When all are under way and none has ended, one
+decode worker gets SIGKILL; its streams go on at the other one, and the supervisor starts it again. Each stream is
+compared with the same request in a round without a fault.
 
 | | |
 |---|---:|
@@ -121,8 +124,10 @@ def main() -> None:
         cluster = start_cluster(folder, *workers, "--dummy-seed", "5", "--local-prefill-tokens", "0", model=model)
         try:
             books = asyncio.run(rounds(cluster, options))
-        except (httpx.HTTPError, RuntimeError):
-            print(cluster.log.read_text()[-20_000:])
+            if books.wrong:
+                _FAILURE.write_text(cluster.log.read_text())
+        except BaseException:
+            _FAILURE.write_text(cluster.log.read_text())
             raise
         finally:
             stop_cluster(cluster)
