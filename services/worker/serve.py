@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -64,6 +65,7 @@ async def serve(config: WorkerConfig) -> None:
 # Starting a step's kernels keeps the interpreter busy for milliseconds, and what comes in meanwhile is taken in by
 # another thread, which at Python's usual 5 ms a turn would miss the next step.
 _SWITCH_SECONDS = 5e-4
+_BLOCKING_THREADS = 64  # made as they are needed
 
 
 class _Usual(NamedTuple):
@@ -93,6 +95,8 @@ class Worker:
         """Loads, registers, serves, drains."""
         config = self._config
         sys.setswitchinterval(_SWITCH_SECONDS)
+        # Each peer that takes nothing holds a thread for a while: with the usual handful it would delay all others.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_BLOCKING_THREADS, "blocking"))
         for name in reap_stale_segments():
             log.info("removed shared memory of a dead worker", segment=name)
         rpc = RpcServer(config.bind, config.worker_port, self._key, self.metrics.registry)
