@@ -23,6 +23,7 @@ from services.embedded_state import StateServerError, find_server
 from services.supervisor import EXIT_CONFIGURATION
 from services.up import UpOptions, _settings
 from services.up import _children as _made
+from services.worker.devices import take_devices
 
 TANDEM = [sys.executable, "-m", "services.cli"]
 
@@ -89,9 +90,35 @@ def test_settings_of_one_role() -> None:
     assert of_roles == {"decode": {"block_size": "32", "kv_dtype": "fp8"}}
     environments = {child.name: child.env for child in _made(["prefill", "decode"], {"X": "1"}, of_roles)}
     assert environments["decode-0"] == {
-        "X": "1", "TANDEM_NAME": "decode-0", "TANDEM_BLOCK_SIZE": "32", "TANDEM_KV_DTYPE": "fp8"
+        "X": "1", "TANDEM_NAME": "decode-0", "TANDEM_FIRST_DEVICE": "1",
+        "TANDEM_BLOCK_SIZE": "32", "TANDEM_KV_DTYPE": "fp8",
     }  # fmt: skip
-    assert environments["prefill-0"] == {"X": "1", "TANDEM_NAME": "prefill-0"}
+    assert environments["prefill-0"] == {"X": "1", "TANDEM_NAME": "prefill-0", "TANDEM_FIRST_DEVICE": "0"}
+
+
+def test_workers_have_devices_of_their_own() -> None:
+    of_roles = {"prefill": {"tensor_parallel": "2"}}
+    children = _made(["gateway", "prefill", "prefill", "decode", "decode"], {}, of_roles)
+    firsts = {child.name: child.env.get("TANDEM_FIRST_DEVICE") for child in children}
+    assert firsts == {"gateway": None, "prefill-0": "0", "prefill-1": "2", "decode-0": "4", "decode-1": "5"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "first", "count", "taken"),
+    [
+        ("0,1,2,3", 2, 1, "2"),
+        ("4,6", 1, 2, "6,4"),
+        ("4,6", 5, 1, "6"),
+        ("GPU-a,GPU-b", 3, 1, "GPU-b"),
+        ("7", 2, 2, "7"),
+    ],
+)
+def test_devices_are_counted_round(
+    visible: str, first: int, count: int, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    take_devices(first, count)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
 
 
 @pytest.mark.parametrize(
