@@ -4,6 +4,7 @@ A connector that fails rests for a pause, which doubles while it goes on failing
 was opened stays open, so a transfer can end on a connector that new transfers do not take any more.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -97,8 +98,9 @@ class Selection:
         with self._lock:
             self._closed = True
             opened = [offer.connector for offer in self._offers if offer.connector is not None]
-            for connector in (*opened, *self._given_up):
-                connector.close()
+            with contextlib.ExitStack() as closing:  # all, also after one that raises
+                for connector in (*opened, *self._given_up):
+                    closing.callback(connector.close)
 
     def _better(self) -> list[_Offer]:
         """Offers before the current one."""

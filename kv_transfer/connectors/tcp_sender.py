@@ -126,8 +126,8 @@ class SendingStream:
         while (frame := self._next()) is not None:
             try:
                 self._send_frame(frame)
-            except OSError as error:
-                self._lose(frame, str(error))
+            except Exception as error:  # also what torch and a device raise: those who wait for this thread must hear
+                self._lose(frame, str(error) or repr(error))
         self._disconnect()
 
     def _next(self) -> Frame | None:
@@ -161,10 +161,12 @@ class SendingStream:
             sequence = self._sequences.get(frame.transfer_id, 0)
             self._sequences[frame.transfer_id] = sequence + 1
             self._copying = True
-        payload = self._copy(frame)
-        with self._changed:
-            self._copying = False
-            self._changed.notify_all()
+        try:
+            payload = self._copy(frame)
+        finally:
+            with self._changed:
+                self._copying = False
+                self._changed.notify_all()
         length, checksum = payload.numel(), self._sum(payload)
         header = Header(FORMAT, frame.transfer_id, self._number, sequence, frame.layer, frame.blocks, length, checksum)
         self._ship(self._seal.close(header), payload)

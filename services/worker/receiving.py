@@ -137,6 +137,7 @@ class KvReceiver:
     def tick(self, now: float) -> None:
         """Leases, deadlines and fencing; several times a second."""
         self._room.freed()
+        self._forget_failed(now)
         for link in {id(receiving.link): receiving.link for receiving in self._transfers.values()}.values():
             if not link.call.done() and link.is_silent(now):
                 self._end(link, "the prefill worker is silent")
@@ -232,6 +233,14 @@ class KvReceiver:
             self._links[peer.incarnation] = task
         return await asyncio.shield(task)
 
+    def _forget_failed(self, now: float) -> None:
+        """Peers that may be tried again, and that are never asked for again if they are gone."""
+        for incarnation in [incarnation for incarnation, due in self._try_again_at.items() if due <= now]:
+            del self._try_again_at[incarnation]
+            task = self._links.get(incarnation)
+            if task is not None and task.done() and (task.cancelled() or task.exception() is not None):
+                del self._links[incarnation]
+
     async def _open(self, peer: router_pb2.Endpoint) -> Link:
         channel = make_channel(peer.address, self._key)
         outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
@@ -308,6 +317,9 @@ class KvReceiver:
             reason = str(error)
         except asyncio.CancelledError:
             reason = "closed"
+        except Exception as error:  # its transfers must not wait for a stream that nobody reads
+            log.exception("a KV link failed", peer=link.peer.name)
+            reason = repr(error)
         log.info("link lost", peer=link.peer.name, reason=reason)
         self._forget(link)
         link.outbox.put_nowait(None)
@@ -424,7 +436,11 @@ class KvReceiver:
                 return
             await asyncio.sleep(_POLL_SECONDS)
         ordered = [ref.block_id for ref in receiving.blocks]
-        ok = await asyncio.to_thread(lambda: page_sums(pages.tensor, ordered) == done.checksums)
+        try:
+            ok = await asyncio.to_thread(lambda: page_sums(pages.tensor, ordered) == done.checksums)
+        except Exception:  # also what torch and a device raise: the request goes on without these bytes
+            log.exception("KV cannot be compared", request=key)
+            ok = False
         self._carry_out(receiving, machine.verified(ok, time.monotonic()))
         if is_late and time.monotonic() > late_at and machine.closed:
             self._end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")

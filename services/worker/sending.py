@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,6 +62,7 @@ class Sending:
     timeline: Timeline
     switching: bool = False  # from the failure of a connector until pushes go over the next one
     computed: bool = False  # the first token is there
+    seen_out: Chosen | None = None  # what the rest of the bytes is, or was, seen out over
     # ---
     computed_at: float = 0.0  # when the prompt's last layer was
     used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
@@ -219,7 +220,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
             sending.computed = True
-            self._loop.create_task(self._see_out(sending))
+            self._start(sending, self._see_out(sending))
 
     def on_layer(self, layer: int, step: Step) -> None:
         """Engine thread: pushes what `step` has computed of this layer."""
@@ -251,9 +252,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if num_bytes:
                 sending.timeline.push(layer, end, computed, num_bytes)
             sending.pushed_tokens[layer] = end
-        except ConnectorError as error:
+        except Exception as error:  # also what torch and a device raise: the step is for others, too
             sending.used = None
-            self._loop.call_soon_threadsafe(self._push_failed, sending, used, error)
+            failure = error if isinstance(error, ConnectorError) else ConnectorError(repr(error))
+            self._loop.call_soon_threadsafe(self._push_failed, sending, used, failure)
 
     def _progressed(self, sending: Sending) -> None:
         num_layers = self._engine.engine.kv_cache.spec.num_layers
@@ -284,8 +286,9 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             chosen.connector.flush(key)
             return sending.peer.plan.checksums(engine.pages.tensor, blocks, sending.order)
 
-        if is_over():
+        if is_over() or sending.seen_out is chosen:
             return
+        sending.seen_out = chosen
         blocks = await self._engine.call(push_rest)
         if is_over():
             return
@@ -300,6 +303,18 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 pushed = sending.machine.pushed(checksums, sending.num_bytes, now, now - sending.computed_at)
                 self._carry_out(sending, pushed)
 
+    def _start(self, sending: Sending, work: Coroutine[Any, Any, None]) -> None:
+        """Does a part of a transfer. Whatever it raises, the transfer ends, and its receiver does not wait for it."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                log.exception("a KV transfer failed", request=sending.machine.transfer_id)
+                self._carry_out(sending, sending.machine.failed(repr(error)))
+
+        self._loop.create_task(run())
+
     # Connectors that fail
 
     def _push_failed(self, sending: Sending, failed: Chosen, error: ConnectorError) -> None:
@@ -311,7 +326,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             self._carry_out(sending, sending.machine.failed(str(error)))
             return
         sending.switching = True
-        self._loop.create_task(self._fall_back(sending, failed, str(error)))
+        self._start(sending, self._fall_back(sending, failed, str(error)))
 
     async def _fall_back(self, sending: Sending, failed: Chosen, reason: str) -> None:
         """Lets the transfer go on over another connector, or fail."""
@@ -356,7 +371,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             await self._see_out(sending)
 
     async def _improve(self, peer: Peer) -> None:
-        await asyncio.to_thread(peer.selection.try_better)
+        try:
+            await asyncio.to_thread(peer.selection.try_better)
+        except ConnectorError as error:  # the link was closed meanwhile
+            log.debug("no better connector", peer=peer.incarnation, reason=str(error))
 
     def _use(self, sending: Sending) -> None:
         """Engine thread: from now on pushes go over the chosen connector, from the first token on."""
@@ -380,6 +398,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         refusal = None
         if self.draining or self.asleep:
             refusal = f"the prefill worker is {'draining' if self.draining else 'asleep'}"
+        elif isinstance(message, Order) and message.request.request_id != message.transfer_id:
+            refusal = f"the order {message.transfer_id!r} is for another request, {message.request.request_id!r}"
         elif message.transfer_id in self._sending:
             refusal = "another receiver's transfer has this id"
         now = time.monotonic()
@@ -426,7 +446,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 case tx.GiveUpConnector(reason):
                     self._push_failed(sending, sending.chosen, ConnectorError(reason))
                 case tx.PushAgain():
-                    self._loop.create_task(self._push_again(sending))
+                    self._start(sending, self._push_again(sending))
                 case tx.Release():
                     sending.timeline.mark("source freed")
                     self._exports.pop(key, None)
@@ -441,7 +461,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._exports[key] = sending
         if not sending.switching:
             self._use(sending)
-        self._engine.engine.add(request, hold=True)
+        try:
+            self._engine.engine.add(request, hold=True)
+        except ValueError as error:
+            failed = partial(sending.machine.failed, str(error))
+            self._loop.call_soon_threadsafe(lambda: self._carry_out(sending, failed()))
 
     async def _stop(self, sending: Sending) -> None:
         """Pushes run on the engine thread: after a call there, none is under way and none follows."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
@@ -20,10 +21,12 @@ from prometheus_client import generate_latest
 
 from engine.engine import Reservation
 from engine.request import Request
+from kv_transfer import plan
 from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
+from kv_transfer.messages import Order
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, trace_pb2, worker_pb2
 from services.worker import receiving, sending
@@ -405,3 +408,39 @@ async def test_a_request_that_moved_to_where_its_output_is_cached() -> None:
         assert not pair.crashes
         assert pair.decode.metrics.transfers.labels("committed")._value.get() == 2
         assert pair.decode.metrics.prompt_tokens.labels("transferred")._value.get() == len(prompt)
+
+
+@pytest.mark.parametrize("where", ["push", "sums of the sender", "sums of the receiver"])
+async def test_what_a_device_raises_costs_a_transfer_and_no_request(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> list[int]:
+        raise RuntimeError("out of memory")
+
+    owner, name = {
+        "push": (plan.TransferPlan, "pushes"),
+        "sums of the sender": (plan.TransferPlan, "checksums"),
+        "sums of the receiver": (receiving, "page_sums"),
+    }[where]
+    async with linked("shared_memory", Faults(dice(13), {})) as pair:
+        monkeypatch.setattr(owner, name, broken)
+        outcome = await Load(pair, abort_share=0).run(6, at_once=2)
+        recomputed = pair.decode.metrics.transfers.labels("recomputed")._value.get()
+    assert outcome.clean and recomputed == 6, outcome
+
+
+async def test_an_order_for_another_request_is_refused() -> None:
+    async with linked("shared_memory", Faults(dice(14), {})) as pair:
+        receiver = pair.decode.receiver
+        send = receiver._send
+
+        def send_for_another(link: receiving.Link, message: object) -> None:
+            if isinstance(message, Order):
+                request = msgspec.structs.replace(message.request, request_id="another/0")
+                message = msgspec.structs.replace(message, request=request)
+            send(link, message)  # type: ignore[arg-type]
+
+        receiver._send = send_for_another  # type: ignore[method-assign, assignment]
+        outcome = await Load(pair, abort_share=0).run(4, at_once=2)
+        recomputed = pair.decode.metrics.transfers.labels("recomputed")._value.get()
+    assert outcome.clean and recomputed == 4, outcome

@@ -374,6 +374,31 @@ def test_sender_connects_again_for_the_next_transfer(wire: Wire) -> None:
     wire.connect()
 
 
+@pytest.mark.parametrize("step", ["_copy", "_sum", "_ship"])
+def test_what_a_library_raises_ends_a_transfer_and_not_the_stream(
+    wire: Wire, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    sender, source = TcpSender(wire.receiver.describe(), L, KEY), torch.randn(wire.tensor.shape)
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_sender.SendingStream, step, broken)
+        wire.receiver.expect("a/0", REFS)
+        with pytest.raises(ConnectorError, match="out of memory"):
+            sender.push("a/0", 0, source, [0, 2], REFS)
+            sender.flush("a/0")
+        sender.stop("a/0")
+    wire.receiver.finish("a/0")
+    wire.receiver.expect("b/0", REFS)
+    sender.push("b/0", 0, source, [1, 3], REFS)
+    sender.flush("b/0")
+    wait_until(lambda: wire.receiver.bytes_landed("b/0") == 2 * ROW)
+    sender.close()
+    wire.receiver.finish("b/0")
+    wire.connect()
+
+
 def test_rows_pushed_again_end_as_they_were_last(wire: Wire) -> None:
     """A block that is not full changes while older pushes of it are still queued or on their way."""
     sender, source = TcpSender(wire.receiver.describe(), L, KEY), torch.zeros(wire.tensor.shape)
