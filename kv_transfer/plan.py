@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kv_cache import KVCacheSpec
-from kv_transfer.checksums import page_sums
+from kv_transfer.checksums import beside_steps, page_sums
 from kv_transfer.messages import Order
 from kv_transfer.references import BlockRef
 
@@ -52,6 +52,7 @@ class TransferPlan:
                 raise PlanError(f"the receiver's blocks have {theirs} {what}, ours {ours}: serve the same model")
         self.is_identity = source == destination
         self._factors = _factors(self.source, self.destination)
+        self._factors_on: dict[torch.device, torch.Tensor] = {}
 
     def pushes(
         self, pages: torch.Tensor, layer: int, source_blocks: Sequence[int], order: Order, start: int, end: int
@@ -89,8 +90,9 @@ class TransferPlan:
         sums: list[int] = []
         for first in range(ordered.start, ordered.stop, at_once):
             wanted = range(first, min(first + at_once, ordered.stop))
-            packed = (self._pack(pages, slice(None), source_blocks, wanted, rank) for rank in range(ranks))
-            of_ranks = [page_sums(found, range(len(found))) for found in packed]
+            with beside_steps(pages.device):
+                packed = (self._pack(pages, slice(None), source_blocks, wanted, rank) for rank in range(ranks))
+                of_ranks = [page_sums(found, range(len(found))) for found in packed]
             sums += [value for block in zip(*of_ranks, strict=True) for value in block]
         return sums
 
@@ -141,11 +143,21 @@ class TransferPlan:
         if source.itemsize == 1:
             values = values.to(torch.float32)
         if self._factors is not None:  # [L, K or V]
-            factors = self._factors[layers].to(values.device, values.dtype)
+            factors = self._factors_for(values)[layers]
             values = (values.view(*values.shape[:-1], 2, -1) * factors[:, None, :, None]).flatten(-2)
         if destination == torch.float8_e4m3fn:
             values = values.clamp(-_LARGEST_FP8, _LARGEST_FP8)  # as the cache does with what is too large
         return values.to(destination).view(torch.uint8)
+
+    def _factors_for(self, values: torch.Tensor) -> torch.Tensor:
+        """The factors [L, 2] beside the values, which are of one type in all of a plan.
+
+        They get there once, by a copy that is waited for: then any stream of the device may read them.
+        """
+        assert self._factors is not None
+        if (found := self._factors_on.get(values.device)) is None:
+            found = self._factors_on[values.device] = self._factors.to(values.dtype).to(values.device)
+        return found
 
 
 def _model(spec: KVCacheSpec) -> tuple[int, int, int]:
@@ -164,4 +176,10 @@ def _factors(source: KVCacheSpec, destination: KVCacheSpec) -> torch.Tensor | No
 
 def _rows(pages: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Bytes of some rows of a tensor [., ..., dim]: [rows, ..., bytes]. FP8 can be gathered as bytes only."""
-    return pages.view(torch.uint8).index_select(0, torch.tensor(rows, device=pages.device))
+    if pages.is_cpu:
+        index = torch.tensor(rows)
+    else:
+        from engine.kernels.copy_rows import on_device
+
+        index = on_device(rows, pages.device)  # as this is done for each layer in between the engine's kernels
+    return pages.view(torch.uint8).index_select(0, index)

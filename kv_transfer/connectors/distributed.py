@@ -46,8 +46,11 @@ class _ReceivingPair(ReceivingStream):
         if self._group is not None:
             return super()._take_frame(seal)
         self._poll.poll()
-        if not self._socket.recv(1, socket.MSG_PEEK):
-            return False
+        try:
+            if not self._socket.recv(1, socket.MSG_PEEK):
+                return False
+        except BlockingIOError:
+            return True  # woken for nothing
         self._group = join(self._socket, seal, RECEIVER, self._receiver.pages.device)
         return True
 

@@ -214,13 +214,17 @@ class _NcclPair(PairGroup):
                     else:
                         os.environ[name] = value
         # The communicator is made with the first tensor, by way of the store: so that happens now.
-        probe = torch.zeros(1, dtype=torch.uint8, device=device)
-        with self.work(recorded(device)):
-            if rank == SENDER:
-                self.send(probe)
-            else:
-                self.receive(probe)
-        self._wait(JOIN_SECONDS["nccl"], watch=False)
+        try:
+            probe = torch.zeros(1, dtype=torch.uint8, device=device)
+            with self.work(recorded(device)):
+                if rank == SENDER:
+                    self.send(probe)
+                else:
+                    self.receive(probe)
+            self._wait(JOIN_SECONDS["nccl"], watch=False)
+        except BaseException:
+            self.close()
+            raise
 
     def send(self, tensor: torch.Tensor) -> None:
         self._behind(lambda: self._group.send([tensor], self._peer, 0))

@@ -96,6 +96,8 @@ def open_sender(
         case "zmq":
             return ZmqSender(description, layout, secure)
         case "gloo" | "nccl":
+            if (device.type == "cpu") != (kind == "gloo"):
+                raise ConnectorError(f"{kind} moves no KV of a cache that lies on {device}")
             return DistributedSender(description, layout, stream_key, device)
         case "cuda_ipc":
             return CudaIpcSender(description, layout, device)

@@ -121,11 +121,6 @@ class Worker:
             take_devices(config.first_device, config.tensor_parallel)
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
-        if config.device == "cuda" and torch.cuda.device_count() < config.tensor_parallel:
-            raise ConfigError(
-                f"tensor_parallel {config.tensor_parallel}: torch sees {torch.cuda.device_count()} CUDA devices here, "
-                "and each rank needs one"
-            )
         if config.connector == "gloo" and self._key is None:
             raise ConfigError("connector gloo: it trusts whoever it is connected to, so set TANDEM_CLUSTER_KEY")
         folder = Path(config.model)

@@ -5,6 +5,7 @@ import torch
 
 from engine.kv_cache import KVCache, KVCacheSpec
 from engine.request import Request, SamplingParams
+from kv_transfer.checksums import page_sums
 from kv_transfer.messages import Order
 from kv_transfer.plan import TransferPlan
 from kv_transfer.references import BlockRef
@@ -47,7 +48,16 @@ def test_packed_as_on_cpu(source: KVCacheSpec, destination: KVCacheSpec) -> None
         lease_seconds=1.0,
     )
     device = pages.cuda()
-    assert plan.checksums(device, blocks, order) == plan.checksums(pages, blocks, order)
+    packed = KVCache(destination, count).tensor
+    for layer in range(LAYERS):
+        for push in plan.pushes(pages, layer, blocks, order, 0, TOKENS):
+            taken = push.source[:, layer].view(torch.uint8)[list(push.source_rows)]
+            packed[:, layer].view(torch.uint8)[[ref.block_id for ref in push.blocks]] = taken
+    expected_sums = page_sums(packed.cuda(), range(count))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second: what would be packed on this stream, sums would not find
+    assert plan.checksums(device, blocks, order) == expected_sums
+    torch.cuda.synchronize()
     for start, end in ((0, 70), (70, TOKENS)):
         on_cpu = list(plan.pushes(pages, 2, blocks, order, start, end))
         on_device = list(plan.pushes(device, 2, blocks, order, start, end))
