@@ -25,6 +25,7 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     """Where a tensor's memory is, for other processes."""
 
     handle: bytes  # of the allocation that holds it
+    size: int  # bytes of that allocation
     offset: int  # bytes from its begin
 
 
@@ -35,14 +36,17 @@ def export(tensor: torch.Tensor) -> MemoryHandle:
         torch.cuda.synchronize()  # has a context
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(tensor.data_ptr()))
         _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return MemoryHandle(bytes(handle), tensor.data_ptr() - base.value)
+    return MemoryHandle(bytes(handle), size.value, tensor.data_ptr() - base.value)
 
 
 class MappedMemory:
-    """Another process's memory, mapped for kernels on `device`. Raises ConnectorError if the two cannot share it."""
+    """`num_bytes` of another process's memory, mapped for kernels on `device`. Raises ConnectorError if it cannot be.
 
-    def __init__(self, memory: MemoryHandle, device: torch.device) -> None:
-        if len(memory.handle) != HANDLE_BYTES or memory.offset < 0:
+    Nothing outside the peer's allocation can be reached through it, whatever the peer says.
+    """
+
+    def __init__(self, memory: MemoryHandle, num_bytes: int, device: torch.device) -> None:
+        if len(memory.handle) != HANDLE_BYTES or not 0 <= memory.offset < 1 << 63:
             raise ConnectorError("malformed handle of CUDA memory")
         self._device = device
         self._base = ctypes.c_uint64()
@@ -50,7 +54,25 @@ class MappedMemory:
             torch.cuda.synchronize()
             handle = _Handle.from_buffer_copy(memory.handle)
             _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._base), handle, ctypes.c_uint(_PEER_ACCESS))
+        try:
+            if memory.offset + num_bytes > (size := self._size(memory)):
+                raise ConnectorError(
+                    f"{num_bytes} bytes from byte {memory.offset} on are more than the receiver's CUDA memory of {size}"
+                )
+        except BaseException:
+            self.close()
+            raise
         self.address = self._base.value + memory.offset
+
+    def _size(self, memory: MemoryHandle) -> int:
+        """Bytes that are mapped: as the driver has it; a driver that does not know it of mappings leaves the peer's."""
+        start, size = ctypes.c_uint64(), ctypes.c_size_t()
+        try:
+            with torch.cuda.device(self._device):
+                _call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), self._base)
+        except ConnectorError:
+            return memory.size
+        return start.value + size.value - self._base.value
 
     def close(self) -> None:
         """Unmaps it. Nothing may be writing."""

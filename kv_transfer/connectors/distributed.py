@@ -3,16 +3,18 @@
 Sealed headers come over a TCP stream, as for the `tcp` connector, whose books and rules hold here too; the payloads
 come as tensors over a process group that the two make when the first frame is due, and again after it was lost. A
 payload lands in memory beside the pool and is copied into its pages under the stream's lock, if its transfer is still
-expected then: so a transfer is shut out at once, whatever a hung group may do later.
+expected then: so a transfer is shut out whatever a hung group may do later. The lock is held until the device has done
+the copy, which waits for no peer.
 """
 
 import socket
+import time
 from collections.abc import Callable
 
 import torch
 import xxhash
 
-from kv_transfer.connectors.base import Capabilities, ConnectorError, PoolDescription
+from kv_transfer.connectors.base import Capabilities, ConnectorError, PoolDescription, SenderIdentity
 from kv_transfer.connectors.process_group import RECEIVER, SENDER, PairGroup, join, recorded
 from kv_transfer.connectors.tcp import ReceivingStream, StreamExpected, TcpReceiver
 from kv_transfer.connectors.tcp_sender import Frame, SendingStream, TcpSender
@@ -20,6 +22,7 @@ from kv_transfer.connectors.tcp_wire import Header, Seal
 
 GLOO = Capabilities("gloo", cross_host=True, one_sided=False)
 NCCL = Capabilities("nccl", cross_host=True, one_sided=False)
+_FENCE_SECONDS = 0.05
 
 
 class DistributedReceiver(TcpReceiver):
@@ -30,7 +33,21 @@ class DistributedReceiver(TcpReceiver):
     ) -> None:
         self.capabilities = GLOO if tensor.is_cpu else NCCL
         _require(key)
+        self._to_pass: dict[str, list[ReceivingStream]] = {}  # by transfer that is being shut out
         super().__init__(tensor, pool, generation, host, key)
+
+    def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
+        """At once, unless a device is late with copies into pages: then it is to be asked again."""
+        streams = [*self._to_pass.pop(transfer_id, ()), *self._shut_out(transfer_id)]
+        ends = time.monotonic() + _FENCE_SECONDS
+        if late := [stream for stream in streams if not stream.pass_lock(max(0.0, ends - time.monotonic()))]:
+            self._to_pass[transfer_id] = late
+        return not late
+
+    def finish(self, transfer_id: str) -> None:
+        """Writes no more of this transfer; sees out a copy that a device has begun."""
+        for stream in [*self._to_pass.pop(transfer_id, ()), *self._shut_out(transfer_id)]:
+            stream.pass_lock()
 
     def _make_stream(self, connection: socket.socket) -> ReceivingStream:
         return _ReceivingPair(self, connection)
@@ -103,7 +120,9 @@ class _ReceivingPair(ReceivingStream):
         with self._group.work():
             index = torch.tensor(blocks, device=pages.device)
             _words(pages[:, header.layer]).index_copy_(0, index, _words(rows))
-        self._group.finish()
+            done = recorded(pages.device)
+        # Whatever becomes of the peer: a copy that was begun must not be left when the lock goes. It waits for none.
+        done.synchronize()
 
 
 class _SendingPair(SendingStream):

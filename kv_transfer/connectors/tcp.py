@@ -110,13 +110,8 @@ class TcpReceiver(FrameReceiver):
 
     def finish(self, transfer_id: str) -> None:
         """Writes no more of this transfer."""
-        with self._lock:
-            expected = self._expected.pop(transfer_id, None)
-            streams = list(self._streams)
-        if expected is not None:
-            expected.closed = True
-            for stream in streams:
-                stream.pass_lock()
+        for stream in self._shut_out(transfer_id):
+            stream.pass_lock()
 
     def close(self) -> None:
         """Ends all streams and their threads."""
@@ -131,6 +126,15 @@ class TcpReceiver(FrameReceiver):
         self._listener.close()
         for thread in threads:
             thread.join()
+
+    def _shut_out(self, transfer_id: str) -> list[ReceivingStream]:
+        """Marks the transfer; when the lock of each of these streams was passed, nothing of it is written any more."""
+        with self._lock:
+            expected = self._expected.pop(transfer_id, None)
+            if expected is None:
+                return []
+            expected.closed = True
+            return list(self._streams)
 
     def _make_stream(self, connection: socket.socket) -> ReceivingStream:
         return ReceivingStream(self, connection)
@@ -222,10 +226,11 @@ class ReceivingStream:
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
-    def pass_lock(self) -> None:
-        """Returns when no write that began before the call is under way."""
-        with self._lock:
-            pass
+    def pass_lock(self, seconds: float = -1) -> bool:
+        """Returns when no write that began before the call is under way; False: one still is after so long."""
+        if passed := self._lock.acquire(timeout=seconds):
+            self._lock.release()
+        return passed
 
     def cut(self) -> None:
         """Ends the connection; the thread notices."""

@@ -14,11 +14,12 @@ import torch
 
 from engine.kv_cache import KVCache, KVCacheSpec
 from kv_transfer.connectors import process_group, tcp_sender
-from kv_transfer.connectors.base import ConnectorError, PoolDescription, SenderIdentity
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, SenderConnector, SenderIdentity
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender, _ReceivingPair
 from kv_transfer.connectors.process_group import RECEIVER, SENDER, Entry, PairStore
-from kv_transfer.connectors.tcp_wire import Seal, StreamLost, greet_receiver
+from kv_transfer.connectors.tcp_wire import Header, Seal, StreamLost, greet_receiver
 from kv_transfer.references import BlockRef
+from services.worker.connectors import open_sender
 
 D, KEY = "d" * 32, b"k" * 32
 CPU = torch.device("cpu")
@@ -190,6 +191,53 @@ def test_a_transfer_shut_out_while_its_payload_comes_is_not_written(
     monkeypatch.setattr(_ReceivingPair, "_receive", take)
     transfer(pool, sender, "s/0", source)
     sender.close()
+
+
+def test_a_copy_into_pages_that_is_late_is_waited_for_and_delays_the_caller_little(
+    pool: Pool, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ends = threading.Event(), threading.Event()
+    scatter = _ReceivingPair._scatter
+
+    def late(self: _ReceivingPair, header: Header, payload: torch.Tensor) -> None:
+        began.set()
+        assert ends.wait(20)
+        scatter(self, header, payload)
+
+    sender = pool.sender()
+    transfer(pool, sender, "a/0", source)
+    pool.cache.tensor.zero_()
+    monkeypatch.setattr(_ReceivingPair, "_scatter", late)
+    refs = pool.expect("r/0", 0, 2)
+    sender.push("r/0", 0, source, [0, 1], refs)
+    sender.flush("r/0")
+    assert began.wait(20)
+    started = time.monotonic()
+    assert not pool.receiver.fence("r/0", SENDER_PROCESS)
+    assert not pool.receiver.fence("r/0", SENDER_PROCESS)
+    assert time.monotonic() - started < 2
+    ends.set()
+    wait_until(lambda: pool.receiver.fence("r/0", SENDER_PROCESS))
+    assert torch.equal(pool.cache.tensor[[0, 2], 0], source[:2, 0])  # so it was over
+    pool.cache.tensor.zero_()
+    sender.push("r/0", 1, source, [0, 1], refs)
+    sender.flush("r/0")
+    wait_until(lambda: pool.receiver.counters.refused.get("unexpected"))
+    assert not pool.cache.tensor.any()
+    sender.close()
+
+
+def test_a_cache_on_another_kind_of_device_is_refused(pool: Pool) -> None:
+    def open_for(device: str, kind: str) -> SenderConnector:
+        return open_sender(
+            torch.device(device), KEY, lambda socket, server: None, SPEC.layout, kind, pool.receiver.describe()
+        )
+
+    open_for("cpu", "gloo").close()
+    with pytest.raises(ConnectorError, match="nccl moves no KV of a cache that lies on cpu"):
+        open_for("cpu", "nccl")
+    with pytest.raises(ConnectorError, match="gloo moves no KV of a cache that lies on cuda:0"):
+        open_for("cuda:0", "gloo")
 
 
 def test_strangers_get_no_group(source: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from kv_transfer.checksums import page_sums
-from kv_transfer.connectors.base import PoolDescription, SenderIdentity
+from kv_transfer.connectors.base import PoolDescription
 from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver
+from kv_transfer.process_identity import identify
 from kv_transfer.references import BlockRef
 
 DEVICES = torch.cuda.device_count()
@@ -19,25 +21,36 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.skipif(not 
 
 SHAPE = (40, 3, 16, 2, 64)  # of both caches
 SENDER = """
-import sys, msgspec, torch
+import sys, threading, time, msgspec, torch
 from kv_transfer.connectors.base import ConnectorError
 from kv_transfer.connectors.cuda_ipc import CudaIpcSender
 from kv_transfer.references import BlockRef
 
 device = torch.device("cuda", int(sys.argv[1]))
+torch.cuda.set_device(device)
 for line in sys.stdin:
-    description, shape, dtype, source_blocks, blocks, flush = msgspec.msgpack.decode(
-        bytes.fromhex(line), type=tuple[bytes, list[int], str, list[int], list[BlockRef], bool])
+    description, shape, dtype, source_blocks, blocks, flush, delay = msgspec.msgpack.decode(
+        bytes.fromhex(line), type=tuple[bytes, list[int], str, list[int], list[BlockRef], int, int])
     source = torch.arange(1000 * shape[0], device=device).repeat_interleave(
         torch.Size(shape).numel() // shape[0] // 1000 + 1)[: torch.Size(shape).numel()]
-    source = (source % 251).view(shape).to(getattr(torch, dtype))
+    source = (source % 251 + 1).view(shape).to(getattr(torch, dtype))
     try:
         sender = CudaIpcSender(description, "L", device)
+        if delay:
+            sender.push("t", 0, source, source_blocks, blocks)  # what waits for the device happens now
+            torch.cuda.synchronize()
+            torch.cuda._sleep(delay)
         for layer in range(shape[1]):
             sender.push("t", layer, source, source_blocks, blocks)
-        if flush:
-            sender.flush("t")
         print("pushed", sender.counters.bytes, flush=True)
+        threads = [threading.Thread(target=sender.flush, args=("t",)) for _ in range(flush)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        if flush:
+            print("flushed", flush=True)
     except ConnectorError as error:
         print("refused", error, flush=True)
 """
@@ -56,11 +69,21 @@ class Receiving:
             [sys.executable, "-c", SENDER, str(device)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def push(self, source_blocks: list[int], blocks: list[BlockRef], *, flush: bool = True) -> str:
-        request = [self.receiver.describe(), list(SHAPE), self.dtype, source_blocks, blocks, flush]
-        assert self.process.stdin is not None and self.process.stdout is not None
+        self.identity = identify("theirs", self.process.pid)
+
+    def push(self, source_blocks: list[int], blocks: list[BlockRef], *, flush: int = 1, delay: int = 0) -> str:
+        """`flush`: by so many threads; `delay` in clocks of the device, before what is pushed is there."""
+        request = [self.receiver.describe(), list(SHAPE), self.dtype, source_blocks, blocks, flush, delay]
+        assert self.process.stdin is not None
         self.process.stdin.write(msgspec.msgpack.encode(request).hex() + "\n")
         self.process.stdin.flush()
+        said = self.hear()
+        if flush and delay == 0 and said.startswith("pushed"):
+            assert self.hear() == "flushed\n"
+        return said
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
         return self.process.stdout.readline()
 
     def close(self) -> None:
@@ -84,7 +107,7 @@ def receiving() -> Any:
 
 
 Make = Callable[..., Receiving]
-IDENTITY = SenderIdentity("theirs", "boot", 1, 1)
+LONG = 6_000_000_000  # clocks: some three seconds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -96,10 +119,10 @@ def test_pages_land_where_they_are_meant(receiving: Make, device: int, dtype: to
     refs = [BlockRef("mine", block, 7, b"") for block in (5, 0, 39, 12)]
     pair.receiver.expect("t", refs)
     assert pair.push([3, 4, 30, 2], refs).split() == ["pushed", str(4 * pair.pool.block_bytes)]
-    assert pair.receiver.fence("t", IDENTITY)
+    assert pair.receiver.fence("t", pair.identity)
     numel = torch.Size(SHAPE).numel()
     source = torch.arange(1000 * SHAPE[0]).repeat_interleave(numel // SHAPE[0] // 1000 + 1)[:numel]
-    source = (source % 251).view(SHAPE).to(dtype)
+    source = (source % 251 + 1).view(SHAPE).to(dtype)
     want = torch.zeros(SHAPE, dtype=dtype)
     want[[5, 0, 39, 12]] = source[[3, 4, 30, 2]]
     assert torch.equal(pair.pages.cpu(), want)
@@ -118,15 +141,59 @@ def test_what_is_not_expected_is_refused(receiving: Make) -> None:
     assert pair.push([0], [ref]).startswith("refused")
 
 
-def test_a_transfer_is_shut_out_when_its_writer_has_left_or_died(receiving: Make) -> None:
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_writer_that_is_killed_is_shut_out_once_nothing_of_it_is_queued(receiving: Make, device: int) -> None:
+    """Again and again from the moment it is killed: what it has queued must not land after the fence says so."""
+    if device >= DEVICES:
+        pytest.skip(f"needs {device + 1} CUDA devices, there are {DEVICES}")
+    pair = receiving(device)
+    refs = [BlockRef("mine", block, 7, b"") for block in range(SHAPE[0])]
+    pair.receiver.expect("t", refs)
+    assert pair.push(list(range(SHAPE[0])), refs, flush=0, delay=LONG).startswith("pushed")
+    assert not pair.receiver.fence("t", pair.identity)  # its copies have still to run
+    killed = time.monotonic()
+    pair.process.kill()
+    while not pair.receiver.fence("t", pair.identity):
+        assert time.monotonic() - killed < 60
+    pair.pages.zero_()  # the blocks have another owner now
+    torch.cuda.synchronize()
+    while time.monotonic() - killed < 6:
+        assert not pair.pages.any()
+        time.sleep(0.1)
+
+
+def test_two_who_flush_one_transfer_both_wait_for_its_last_copy(receiving: Make) -> None:
     pair = receiving()
     ref = BlockRef("mine", 5, 7, b"")
     pair.receiver.expect("t", [ref])
-    assert pair.push([0], [ref], flush=False).startswith("pushed")
-    assert not pair.receiver.fence("t", IDENTITY)  # its copies may still run
-    pair.process.kill()
-    pair.process.wait()
-    assert pair.receiver.fence("t", IDENTITY)
+    assert pair.push([0], [ref], flush=2, delay=LONG).startswith("pushed")
+    time.sleep(0.5)  # both wait
+    assert not pair.receiver.fence("t", pair.identity)
+    assert pair.hear() == "flushed\n"
+    assert pair.receiver.fence("t", pair.identity)
+    assert pair.pages[5].all()
+
+
+def test_memory_beyond_the_peers_is_not_mapped(receiving: Make) -> None:
+    pair = receiving()
+    memory = pair.receiver._memory
+    assert 0 <= memory.offset <= memory.size - pair.pages.nbytes
+    code = """
+import sys, msgspec, torch
+from kv_transfer.connectors.base import ConnectorError
+from kv_transfer.connectors.cuda_memory import MappedMemory, MemoryHandle
+memory = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=MemoryHandle)
+mapped = MappedMemory(memory, memory.size - memory.offset, torch.device("cuda:0"))
+mapped.close()
+for offset in (memory.size, 1 << 62):
+    try:
+        MappedMemory(msgspec.structs.replace(memory, offset=offset), 1 << 30, torch.device("cuda:0"))
+    except ConnectorError as error:
+        assert "are more than" in str(error), error
+    else:
+        raise AssertionError(offset)
+"""
+    subprocess.run([sys.executable, "-c", code, msgspec.msgpack.encode(memory).hex()], check=True, timeout=120)
 
 
 def test_one_word_that_differs_is_seen() -> None:
