@@ -139,7 +139,10 @@ def test_after_a_storm_of_clients_that_leave_all_is_as_before(pair: Cluster, alo
         list(pool.map(lambda number: leave_soon(pair, number, dice), range(240)))
     pair.wait_idle(5)
     assert pair.metric("tandem_kv_credits_waiting") == 0
-    assert pair.metric("tandem_router_reservations") <= 1
+    ends = time.monotonic() + 10
+    while pair.metric("tandem_router_reservations"):  # the router counts once a second
+        assert time.monotonic() < ends, "load stays booked that nobody has"
+        time.sleep(0.1)
     assert ask(pair, prompt(9, 90)) == ask(alone, prompt(9, 90))
 
 
