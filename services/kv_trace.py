@@ -10,11 +10,10 @@ import grpc
 import grpc.aio
 import msgspec
 
-from services.cluster_state import ClusterState
 from services.config import ConfigError
 from services.rpc import cluster_pb2, trace_pb2, trace_pb2_grpc
 from services.rpc_server import make_channel
-from services.running import RunningCluster
+from services.running import RunningCluster, members_of
 from services.security import ClusterKey, cluster_key
 
 _SECONDS = 3.0
@@ -65,10 +64,7 @@ class _Answer(NamedTuple):
 async def gather(running: RunningCluster, request: str) -> list[Trace]:
     """The transfers of a request, oldest first; the latest transfer for "". Raises ConfigError if nobody knows it."""
     key = cluster_key(running.cluster_key)
-    state = ClusterState(running.state, running.cluster)
-    await state.connect()
-    workers = state.members("prefill", "decode")
-    await state.close()
+    workers = await members_of(running, "prefill", "decode")
     if not workers:
         raise ConfigError("this cluster has no prefill and decode workers, so no KV is moved")
     if not request:

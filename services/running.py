@@ -13,8 +13,10 @@ from pathlib import Path
 import msgspec
 
 from engine.weights.resolve import cache_folder
+from services.cluster_state import ClusterState
 from services.config import ClusterConfig, ConfigError, config_file, load
 from services.logs import configure
+from services.rpc import cluster_pb2
 
 
 class RunningCluster(msgspec.Struct, frozen=True):
@@ -59,6 +61,16 @@ def of_command(url: str) -> RunningCluster:
     if config.state and not url:
         return RunningCluster(url, config.cluster, config.state, config.cluster_key)
     return find(url)
+
+
+async def members_of(running: RunningCluster, *roles: str) -> list[cluster_pb2.Member]:
+    """Its members of these roles."""
+    state = ClusterState(running.state, running.cluster)
+    await state.connect()
+    try:
+        return state.members(*roles)
+    finally:
+        await state.close()
 
 
 def find(url: str) -> RunningCluster:

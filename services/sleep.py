@@ -8,11 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import grpc
 import grpc.aio
 
-from services.cluster_state import ClusterState
 from services.config import ConfigError
 from services.rpc import cluster_pb2, worker_pb2, worker_pb2_grpc
 from services.rpc_server import make_channel
-from services.running import RunningCluster
+from services.running import RunningCluster, members_of
 from services.security import cluster_key
 
 _ROLES = ("prefill", "decode", "aggregated")
@@ -47,12 +46,7 @@ async def wake(running: RunningCluster, names: Sequence[str]) -> None:
 
 async def _ask_all(running: RunningCluster, names: Sequence[str], ask: Ask) -> None:
     key = cluster_key(running.cluster_key)
-    state = ClusterState(running.state, running.cluster)
-    await state.connect()
-    try:
-        workers = _chosen(state.members(*_ROLES), names)
-    finally:
-        await state.close()
+    workers = _chosen(await members_of(running, *_ROLES), names)
 
     async def one(worker: cluster_pb2.Member) -> bool:
         async with make_channel(worker.grpc_address, key) as channel:

@@ -38,16 +38,14 @@ class DistributedReceiver(TcpReceiver):
 
     def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
         """At once, unless a device is late with copies into pages: then it is to be asked again."""
-        streams = [*self._to_pass.pop(transfer_id, ()), *self._shut_out(transfer_id)]
+        streams = self._shut_out(transfer_id)
         ends = time.monotonic() + _FENCE_SECONDS
         if late := [stream for stream in streams if not stream.pass_lock(max(0.0, ends - time.monotonic()))]:
             self._to_pass[transfer_id] = late
         return not late
 
-    def finish(self, transfer_id: str) -> None:
-        """Writes no more of this transfer; sees out a copy that a device has begun."""
-        for stream in [*self._to_pass.pop(transfer_id, ()), *self._shut_out(transfer_id)]:
-            stream.pass_lock()
+    def _shut_out(self, transfer_id: str) -> list[ReceivingStream]:
+        return [*self._to_pass.pop(transfer_id, ()), *super()._shut_out(transfer_id)]
 
     def _make_stream(self, connection: socket.socket) -> ReceivingStream:
         return _ReceivingPair(self, connection)

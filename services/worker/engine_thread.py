@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from engine.engine import Engine, StepOutput
 
+HANG_SECONDS = 10.0  # without progress, with work to do: the worker is not alive, and renews no lease
+
 T = TypeVar("T")
 _STOP = object()
 

@@ -29,15 +29,13 @@ from kv_transfer.process_identity import identify
 from kv_transfer.states import SenderState
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
-from services.worker.engine_thread import EngineThread
+from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.metrics import WorkerMetrics
 from services.worker.timelines import Timeline, Timelines
 from services.worker.token_publisher import TokenPublisher
 from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, opened, sealed, to_sender_frame
 
 log = structlog.get_logger()
-
-_HANG_SECONDS = 10.0  # without a layer or a step of an engine that has work: no lease is renewed
 
 
 @dataclass(slots=True)
@@ -263,7 +261,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def _hangs(self, now: float) -> bool:
         """Whether the engine has stopped computing, so that its peers had better not wait."""
-        return now - max(self._engine.last_progress, self._layer_at) > _HANG_SECONDS
+        return now - max(self._engine.last_progress, self._layer_at) > HANG_SECONDS
 
     async def _see_out(self, sending: Sending) -> None:
         """After the last step of a prompt: what is left to push, flush, checksums, Done."""

@@ -36,7 +36,7 @@ from services.rpc_server import RpcServer
 from services.security import cluster_key
 from services.worker.connectors import check_connector, offered, open_sender
 from services.worker.devices import take_devices
-from services.worker.engine_thread import EngineThread
+from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.load_log import LoadLog
 from services.worker.metrics import WorkerMetrics
@@ -53,7 +53,6 @@ log = structlog.get_logger()
 _TICK_SECONDS = 0.05
 _BEAT_TICKS = 10
 _MIXED_PREFILL_TOKENS = {"decode": 128}  # a prompt that is computed here all the same must not stall the streams
-_HANG_SECONDS = 10.0  # no step for so long, with work to do: not alive
 
 
 async def serve(config: WorkerConfig) -> None:
@@ -303,7 +302,7 @@ class Worker:
             self._service.tick(now)
             beats["tick"] += 1
             if beats["tick"] % _BEAT_TICKS == 0:
-                await rpc.set_healthy(now - thread.last_progress < _HANG_SECONDS and not self._service.draining)
+                await rpc.set_healthy(now - thread.last_progress < HANG_SECONDS and not self._service.draining)
                 await self._refresh_load(thread)
 
     async def _refresh_load(self, thread: EngineThread) -> None:

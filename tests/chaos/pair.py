@@ -333,11 +333,19 @@ def _insecure(socket: object, server: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def linked(
-    connector: str, faults: Faults, *, fenced: bool = True, prefill_block_size: int = BLOCK
+    connector: str,
+    faults: Faults,
+    *,
+    others: Sequence[str] = (),
+    forced: str | None = None,
+    fenced: bool = True,
+    prefill_block_size: int = BLOCK,
 ) -> AsyncIterator[Pair]:
     """A pair with short waits, while it is needed."""
     with short_waits():
-        pair = Pair(connector, faults, fenced=fenced, prefill_block_size=prefill_block_size)
+        pair = Pair(
+            connector, faults, others=others, forced=forced, fenced=fenced, prefill_block_size=prefill_block_size
+        )
         await pair.start()
         try:
             yield pair

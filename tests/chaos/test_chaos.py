@@ -367,7 +367,7 @@ async def test_a_peer_that_cannot_be_reached_is_not_tried_for_each_request(monke
 
 async def test_an_engine_that_hangs_renews_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill worker answers, but computes nothing: prompts are computed elsewhere, long before their deadline."""
-    monkeypatch.setattr(sending, "_HANG_SECONDS", 0.3)
+    monkeypatch.setattr(sending, "HANG_SECONDS", 0.3)
     async with linked("tcp", Faults(dice(14), {})) as pair:
         load, goes_on = Load(pair, abort_share=0), threading.Event()
         pair.prefill.thread.post(lambda: goes_on.wait(30))

@@ -5,29 +5,17 @@ written is a wrong token.
 """
 
 import asyncio
-import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from chaos.faults import Faults, Rates, dice, everywhere
 from chaos.load import Load
-from chaos.pair import Pair, short_waits
+from chaos.pair import Pair, linked
 
 from kv_transfer.connectors import selection
 from kv_transfer.connectors.shared_memory import SharedMemorySender
-
-
-@contextlib.asynccontextmanager
-async def linked(kind: str, others: Sequence[str], faults: Faults, forced: str | None = None) -> AsyncIterator[Pair]:
-    with short_waits():
-        pair = Pair(kind, faults, others=others, forced=forced)
-        await pair.start()
-        try:
-            yield pair
-        finally:
-            await pair.stop()
 
 
 def outcomes(pair: Pair) -> dict[str, int]:
@@ -50,7 +38,7 @@ def landed(pair: Pair, kind: str) -> int:
 async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, following: str, fault: str) -> None:
     """No prompt is computed twice."""
     faults = Faults(dice(1), {"bytes": Rates.only(fault, 0.3)})
-    async with linked(kind, [following], faults) as pair:
+    async with linked(kind, faults, others=[following]) as pair:
         outcome = await Load(pair, abort_share=0).run(40)
         assert outcome.clean and outcome.ends == {"ended": 40}, outcome
         assert faults.total
@@ -61,7 +49,7 @@ async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, follow
 @pytest.mark.parametrize("following", ["tcp", "zmq"])
 async def test_transfers_go_on_when_shared_memory_cannot_be_written(following: str) -> None:
     """The sender's file goes in the middle of a prompt; after a pause it is opened again and used."""
-    async with linked("shared_memory", [following], Faults(dice(2), {})) as pair:
+    async with linked("shared_memory", Faults(dice(2), {}), others=[following]) as pair:
         load = Load(pair, abort_share=0)
         assert (await load.run(4)).clean
         assert landed(pair, "shared_memory") and not landed(pair, following)
@@ -89,7 +77,7 @@ async def test_transfers_go_on_when_shared_memory_cannot_be_written(following: s
 
 async def test_a_forced_connector_that_fails_says_so_and_no_other_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     faults = Faults(dice(3), {"bytes": Rates.only("cut", 0.3)})
-    async with linked("tcp", ["zmq"], faults, forced="tcp") as pair:
+    async with linked("tcp", faults, others=["zmq"], forced="tcp") as pair:
         outcome = await Load(pair, abort_share=0).run(30)
         assert outcome.clean and faults.total, outcome
         assert outcomes(pair)["recomputed"] and not landed(pair, "zmq") and not fallbacks(pair, "tcp", "zmq")
@@ -106,7 +94,7 @@ async def test_random_faults_with_others_to_fall_back_to(
     monkeypatch.setattr(selection, "FIRST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(selection, "_LONGEST_PAUSE_SECONDS", 0.2)
     faults = Faults(dice(4), everywhere())
-    async with linked(kind, others, faults) as pair:
+    async with linked(kind, faults, others=others) as pair:
         outcome = await Load(pair).run(200)
         assert outcome.clean, outcome
         assert faults.total > 50, faults.happened
