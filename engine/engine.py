@@ -226,7 +226,7 @@ class Engine:
         sequence = self._sequence(request, hold)
         if (error := self._reason_against(request)) is not None:
             sequence.finish("error", error)
-            self._pending.append(_output(sequence))
+            self._pending.append(sequence.output())
             return
         self._scheduler.add(sequence)
 
@@ -236,15 +236,18 @@ class Engine:
 
     # Handoff, decode side
 
-    def reserve(self, request: Request) -> Reservation | None:
-        """Blocks for the KV of all the request's tokens, computed elsewhere. None: no room now.
+    def reserve(self, request: Request, *, prefix_tokens: int | None = None, hold: bool = False) -> Reservation | None:
+        """Blocks for the KV of the request's tokens, computed elsewhere. None: no room now.
+
+        `prefix_tokens`: only for so many leading ones, as far as they fill blocks that may be shared; None also if all
+        of these are cached here. `hold` as for `add`.
 
         Raises ValueError for a request that cannot ever run; given to `add` it ends with an output that says why.
         """
         if (error := self._reason_against(request)) is not None:
             raise ValueError(error)
-        sequence = self._sequence(request, False)
-        if not self._scheduler.reserve(sequence):
+        sequence = self._sequence(request, hold)
+        if not self._scheduler.reserve(sequence, prefix_tokens):
             return None
         if self._runner is not None:
             self._runner.settle()
@@ -263,8 +266,12 @@ class Engine:
         if sequence is None:
             return False
         sequence.num_cached_tokens = max(sequence.num_cached_tokens or 0, cached_tokens)
-        self._pending.append(_output(sequence, token_id, logprob))
+        self._pending.append(sequence.output(token_id, logprob))
         return True
+
+    def commit_prefix(self, request_id: str, num_blocks: int) -> bool:
+        """The KV of so many leading blocks has landed; what follows is computed here. False: not reserved."""
+        return self._scheduler.commit_prefix(request_id, num_blocks) is not None
 
     def recompute(self, request_id: str) -> bool:
         """Has a reserved request computed here; nobody writes into its blocks any more. False: not reserved."""
@@ -281,7 +288,14 @@ class Engine:
         """Frees detached blocks: their writer has stopped."""
         self._pool.release(block_ids)
 
-    # Handoff, prefill side
+    # Handoff, the side that sends
+
+    def hold_cached(self, request: Request) -> int:
+        """Holds what is cached of the request's full blocks until `release`; computes nothing.
+
+        Returns how many leading tokens that are; 0: nothing is held. Raises ValueError for an id that is in use.
+        """
+        return self._scheduler.hold_cached(self._sequence(request, True))
 
     def held_blocks(self, request_id: str) -> list[int]:
         """Blocks of a held request, in order; none if it is not held."""
@@ -410,7 +424,7 @@ class Engine:
             outputs += self._book(step, result)
         for sequence in step.ended:
             self._prompt_logprobs.pop(sequence.request_id, None)
-            outputs.append(_output(sequence))
+            outputs.append(sequence.output())
         self._steps += 1
         return StepOutput(outputs, self._pool.drain_events(), step, time.monotonic() - started)
 
@@ -444,7 +458,7 @@ class Engine:
         outputs = []
         for sequence in self._scheduler.complete(step, {key: s.token_id for key, s in result.sampled.items()}):
             sampled = result.sampled.get(sequence.request_id)
-            output = _output(sequence) if sampled is None else _output(sequence, sampled.token_id, sampled.logprob)
+            output = sequence.output() if sampled is None else sequence.output(sampled.token_id, sampled.logprob)
             output.prompt_logprobs = self._prompt_logprobs.pop(sequence.request_id, None)
             outputs.append(output)
         return outputs
@@ -479,19 +493,3 @@ class Engine:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             return f"token ids must be between 0 and {self.vocab_size - 1}: found {min(ids)} to {max(ids)}"
         return None
-
-
-def _output(sequence: Sequence, token_id: int | None = None, logprob: TokenLogprob | None = None) -> TokenOutput:
-    """What goes out for a sequence to which `token_id` was just appended, or nothing."""
-    token_ids = [] if token_id is None else [token_id]
-    return TokenOutput(
-        request_id=sequence.request_id,
-        attempt=sequence.request.attempt,
-        index=sequence.num_output_tokens - len(token_ids),
-        token_ids=token_ids,
-        logprobs=None if logprob is None else [logprob],
-        finish_reason=sequence.finish_reason,
-        stop_token_id=sequence.stop_token_id,
-        cached_tokens=sequence.num_cached_tokens or 0,
-        error=sequence.error,
-    )

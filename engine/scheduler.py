@@ -135,11 +135,12 @@ class Scheduler:
 
     # Handoff: the decode side
 
-    def reserve(self, sequence: Sequence) -> bool:
+    def reserve(self, sequence: Sequence, prefix_tokens: int | None = None) -> bool:
         """Takes blocks for all tokens of a new sequence, shared ones for its cached prefix; a peer will fill the rest.
 
-        False when there is no room now. One block per running sequence stays free, so that they can go on, and so does
-        what prompts with a better claim need: a stream of reservations starves nobody.
+        With `prefix_tokens` only those that so many leading tokens fill; False if all of these are cached here.
+        False when there is no room now, in any case for all tokens. One block per running sequence stays free, so that
+        they can go on, and so does what prompts with a better claim need: a stream of reservations starves nobody.
         """
         if len(self._running) + self._num_in_state(State.RESERVED) >= self.max_running:
             return False
@@ -147,6 +148,10 @@ class Scheduler:
         owed = self._owed(sequence, [*self._waiting, *self._prompts_under_way({})])
         if self._free_besides(sequence, cached) < needed + len(self._running) + owed:
             return False
+        if prefix_tokens is not None:
+            needed = min(prefix_tokens // self.block_size, sequence.num_cacheable_blocks) - cached
+            if needed < 1:
+                return False
         self._take(sequence, cached, needed)
         sequence.state = State.RESERVED
         self.sequences[sequence.request_id] = sequence
@@ -166,6 +171,23 @@ class Scheduler:
         self._publish(sequence)
         self._run(sequence)
         self._append(sequence, first_token)
+        return sequence
+
+    def commit_prefix(self, request_id: str, num_blocks: int) -> Sequence | None:
+        """The KV of so many leading blocks of a reserved sequence has landed: the sequence joins the batch as a prompt.
+
+        None if it is not reserved (any more).
+        """
+        sequence = self.sequences.get(request_id)
+        if sequence is None or sequence.state is not State.RESERVED:
+            return None
+        self.pool.unmark_transfer(sequence.block_ids)
+        cached = sequence.num_cached_tokens or 0
+        sequence.num_computed_tokens = num_blocks * self.block_size
+        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+        sequence.num_fetched_tokens = sequence.num_cached_tokens - cached
+        self._publish(sequence)
+        self._run(sequence)
         return sequence
 
     def recompute(self, request_id: str) -> Sequence | None:
@@ -195,7 +217,19 @@ class Scheduler:
             self._end(sequence, "abort")
         return own
 
-    # Handoff: the prefill side
+    # Handoff: the side that sends
+
+    def hold_cached(self, sequence: Sequence) -> int:
+        """Holds what is cached of the full blocks of a new sequence, until `release`. Returns how many tokens.
+
+        Where that is none, nothing is held and the sequence is not taken in.
+        """
+        cached = self.pool.match(sequence.full_hashes(len(sequence.token_ids) // self.block_size))
+        if cached:
+            self._take(sequence, cached, 0)
+            sequence.state = State.HELD
+            self.sequences[sequence.request_id] = sequence
+        return cached * self.block_size
 
     def release(self, request_id: str) -> None:
         """Ends a held sequence: its blocks are wherever they had to go."""

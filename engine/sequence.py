@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.hashing import block_hashes
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, TokenLogprob, TokenOutput
 
 
 class State(Enum):
@@ -33,6 +33,7 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, extended on demand
     num_published: int = 0  # leading blocks that can be found by hash
     num_cached_tokens: int | None = None  # prefix hit at first admission
+    num_fetched_tokens: int = 0  # those of them that a peer had
     found_blocks: int = 0  # leading blocks that were cached when last looked for, while WAITING
     overtaken_tokens: int = 0  # of prompts with a weaker claim, computed while this one had to wait
     finish_reason: FinishReason | None = None
@@ -97,3 +98,18 @@ class Sequence:
         self.state = State.FINISHED
         self.finish_reason = reason
         self.error = error
+
+    def output(self, token_id: int | None = None, logprob: TokenLogprob | None = None) -> TokenOutput:
+        """What goes out when `token_id` was just appended, or nothing."""
+        token_ids = [] if token_id is None else [token_id]
+        return TokenOutput(
+            request_id=self.request_id,
+            attempt=self.request.attempt,
+            index=self.num_output_tokens - len(token_ids),
+            token_ids=token_ids,
+            logprobs=None if logprob is None else [logprob],
+            finish_reason=self.finish_reason,
+            stop_token_id=self.stop_token_id,
+            cached_tokens=self.num_cached_tokens or 0,
+            error=self.error,
+        )

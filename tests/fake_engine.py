@@ -93,10 +93,15 @@ class FakeEngine:
     def slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
         return sequence.block_ids[position // BLOCK], position % BLOCK
 
-    def land(self, sequence: Sequence) -> None:
-        """A peer writes the KV of all tokens into a reserved sequence's own blocks."""
-        for position in range(sequence.num_published * BLOCK, len(sequence.token_ids)):
+    def land(self, sequence: Sequence, num_tokens: int | None = None) -> None:
+        """A peer writes the KV of all tokens, or the first ones, into a reserved sequence's own blocks."""
+        for position in range(sequence.num_published * BLOCK, num_tokens or len(sequence.token_ids)):
             self.memory[self.slot(sequence, position)] = tuple(sequence.token_ids[: position + 1])
+
+    def commit_prefix(self, request_id: str, num_blocks: int) -> None:
+        sequence = self.scheduler.sequences[request_id]
+        self.land(sequence, num_blocks * BLOCK)
+        assert self.scheduler.commit_prefix(request_id, num_blocks) is sequence
 
     def commit(self, request_id: str) -> None:
         sequence = self.scheduler.sequences[request_id]

@@ -200,3 +200,59 @@ def test_preempted_handoffs_are_computed_in_small_chunks_and_all_end() -> None:
     for request in requests:
         engine.assert_exact(request)
     engine.assert_idle()
+
+
+def test_a_prefix_that_a_peer_had_is_not_computed() -> None:
+    request = ask("r", list(range(20)))
+    peer, engine = FakeEngine(), FakeEngine()
+    peer.add(ask("before", list(range(14)), max_tokens=1))
+    peer.run()
+    assert peer.scheduler.hold_cached(peer.sequence(ask("fetch", list(range(16))))) == 12
+    held = peer.scheduler.sequences["fetch"]
+    assert held.state is State.HELD and len(held.block_ids) == 3 and not peer.scheduler.has_work()
+    assert engine.scheduler.reserve(engine.sequence(request), 16)
+    assert engine.pool.counts()["transfer"] == 4 and not engine.scheduler.has_work()
+    engine.commit_prefix("r", 3)
+    assert engine.pool.counts()["transfer"] == 0
+    sequence = engine.scheduler.sequences["r"]
+    assert (sequence.num_cached_tokens, sequence.num_fetched_tokens) == (12, 12)
+    engine.run()
+    engine.assert_exact(request)
+    assert engine.computed == 8 + len(engine.outputs["r"]) - 1
+    peer.scheduler.release("fetch")
+    peer.assert_idle()
+    engine.assert_idle()
+    assert engine.scheduler.commit_prefix("r", 3) is None
+
+
+def test_held_cached_blocks_are_not_handed_out() -> None:
+    engine = FakeEngine(num_blocks=4)
+    engine.add(ask("before", list(range(9)), max_tokens=1))
+    engine.run()
+    assert engine.scheduler.hold_cached(engine.sequence(ask("fetch", list(range(8))))) == 8
+    assert engine.scheduler.hold_cached(engine.sequence(ask("other", list(range(50, 58))))) == 0
+    waiting = ask("waiting", list(range(30, 40)), max_tokens=2)
+    engine.add(waiting)
+    engine.run()
+    assert not engine.ended.keys() & {"waiting"} and engine.pool.num_free == 2
+    engine.scheduler.release("fetch")
+    engine.run()
+    engine.assert_exact(waiting)
+    engine.assert_idle()
+
+
+def test_of_a_prefix_only_what_is_missing_and_may_be_shared_is_reserved() -> None:
+    engine = FakeEngine()
+    engine.add(ask("before", list(range(9)), max_tokens=1))
+    engine.run()
+    assert not engine.scheduler.reserve(engine.sequence(ask("all here", list(range(9)))), 9)
+    assert not engine.scheduler.reserve(engine.sequence(ask("last", [*range(8), 50, 51, 52, 53])), 12)
+    assert not engine.scheduler.reserve(engine.sequence(ask("scored", list(range(60, 80)), prompt_logprobs=0)), 16)
+    sequence = engine.sequence(ask("r", [*range(8), *range(50, 59)]), hold=True)
+    assert engine.scheduler.reserve(sequence, 14)
+    assert len(sequence.block_ids) == 3 and sequence.num_published == 2
+    engine.commit_prefix("r", 3)
+    engine.run()
+    assert sequence.state is State.HELD and engine.outputs["r"]
+    engine.scheduler.release("r")
+    engine.assert_idle()

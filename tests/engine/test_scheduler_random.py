@@ -26,6 +26,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.detached: list[list[int]] = []
+        self.prefixes: dict[str, int] = {}  # reserved for the leading blocks only, as many as a peer will bring
 
     # Beginnings are often shared, ends rarely.
     prompts = st.builds(
@@ -57,6 +58,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.engine.scheduler.reserve(self.engine.sequence(request)):
             self.requests[request.request_id] = request
 
+    @rule(prompt=prompts, max_tokens=st.integers(1, 24), priority=st.integers(0, 2), tokens=st.integers(1, 16),
+          held=st.integers(1, 4), hold=st.booleans())  # fmt: skip
+    def reserve_prefix(
+        self, prompt: list[int], max_tokens: int, priority: int, tokens: int, held: int, hold: bool
+    ) -> None:
+        request = self.draw(prompt, max_tokens, priority, False, False)
+        sequence = self.engine.sequence(request, hold=hold)
+        if self.engine.scheduler.reserve(sequence, tokens):
+            self.requests[request.request_id] = request
+            landing = min(sequence.num_published + held, len(sequence.block_ids))
+            self.prefixes[request.request_id] = landing
+
+    @rule(prompt=prompts)
+    def hold_cached(self, prompt: list[int]) -> None:
+        request = self.draw(prompt, 1, 0, False, False)
+        if self.engine.scheduler.hold_cached(self.engine.sequence(request)):
+            self.requests[request.request_id] = request
+            self.aborted.add(request.request_id)  # nobody waits for its tokens
+
+    def commit(self, name: str) -> None:
+        if name in self.prefixes:
+            self.engine.commit_prefix(name, self.prefixes[name])
+        else:
+            self.engine.commit(name)
+
     def pick(self, data: st.DataObject, *states: State) -> str | None:
         names = sorted(name for name, s in self.engine.scheduler.sequences.items() if s.state in states)
         return data.draw(st.sampled_from(names)) if names else None
@@ -71,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:
         if name := self.pick(data, State.RESERVED):
-            self.engine.commit(name)
+            self.commit(name)
 
     @rule(data=st.data())
     def transfer_fails(self, data: st.DataObject) -> None:
@@ -148,7 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         while engine.scheduler.sequences:
             for name, sequence in list(engine.scheduler.sequences.items()):
                 if sequence.state is State.RESERVED:
-                    engine.commit(name)
+                    self.commit(name)
                 elif sequence.state is State.HELD:
                     engine.scheduler.release(name)
                     self.aborted.add(name)
