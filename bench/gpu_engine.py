@@ -261,7 +261,7 @@ def speed(
         dtype="bfloat16",
         quantization=weights,
         kv_dtype=kv_dtype,
-        kv_memory=30 << 30,
+        kv_memory=40 << 30,
         max_batched_tokens=16384,
         max_running=256,
         dummy_seed=1,

@@ -12,7 +12,6 @@ comes in before is part of it.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ import torch
 from engine.attention.base import Span
 from engine.attention.paged import PagedBackend
 from engine.kernels.signal import signal
-from engine.runner import Model, Runner, StepResult, wants_prompt_logprobs
+from engine.runner import Model, OnLayer, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Draw, Sampled, Sampler, best_tokens, draw_tokens, is_plain
 from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
@@ -80,12 +79,19 @@ class CudaRunner:
     """One model and one cache on one device."""
 
     def __init__(
-        self, model: Model, attention: PagedBackend, sampler: Sampler, graphs: StepGraphs, progress: DeviceProgress
+        self,
+        model: Model,
+        attention: PagedBackend,
+        sampler: Sampler,
+        graphs: StepGraphs,
+        progress: DeviceProgress,
+        num_layers: int,
     ) -> None:
         torch.cuda.synchronize()
         self._progress = progress
         self._started = progress.count()  # steps
         self._model = model
+        self._num_layers = num_layers
         self._attention = attention
         self._sampler = sampler
         self._graphs = graphs
@@ -104,10 +110,15 @@ class CudaRunner:
     def run(
         self,
         entries: Sequence[Entry],
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
         foresee: Callable[[], Sequence[Entry]] = lambda: (),
+        listen: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Computes the entries; see `Runner.run`."""
+        """Computes the entries; see `Runner.run`.
+
+        `on_layer` is called as soon as what computes the layer is on the device's current stream: with a graph for all
+        layers at once, and for entries that are begun ahead, too.
+        """
         under_way, self._ahead = self._ahead, None
         covered = [] if under_way is None else under_way.those_of(entries)
         known = {entry.sequence for entry in covered}
@@ -116,10 +127,10 @@ class CudaRunner:
         launched = [under_way] if under_way is not None and covered else []
         if plain:
             launched.append(self._launch(plain, on_layer))
-        if launched and on_layer is None:
-            self._wait_until_nearly_finished()
+        if launched:
+            self._wait_until_nearly_finished(listen)
             if following := [entry for entry in foresee() if _is_plain(entry)]:
-                self._ahead = self._launch(following, None)
+                self._ahead = self._launch(following, on_layer)
         # Blocks of one that was aborted meanwhile may be another's, who is under way.
         slow = [entry for entry in rest if not _is_plain(entry) and entry.stands]
         result = self._scoring.run(slow, on_layer) if slow else StepResult()
@@ -135,13 +146,14 @@ class CudaRunner:
         self._under_way = [] if self._ahead is None else [self._ahead]
         return result
 
-    def _wait_until_nearly_finished(self) -> None:
+    def _wait_until_nearly_finished(self, listen: Callable[[], None]) -> None:
         """Until the device has little left to do. Raises what went wrong there."""
         stream = torch.cuda.current_stream()
         while self._progress.count() < self._started and not stream.query():
+            listen()
             time.sleep(_POLL)
 
-    def _launch(self, entries: list[Entry], on_layer: Callable[[int], None] | None) -> _Launched:
+    def _launch(self, entries: list[Entry], on_layer: OnLayer | None) -> _Launched:
         """Starts the entries. A token that the CPU does not know yet is the last one that its sequence has sampled."""
         token_ids = [
             token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end] or (_SAMPLED,)
@@ -153,11 +165,20 @@ class CudaRunner:
             if entry.end >= len(entry.sequence.token_ids) and entry.sequence.request.sampling.max_tokens
         ]
         last = np.cumsum([entry.num_tokens for entry in entries])[chosen] - 1
-        if on_layer is None:
-            self._started += 1
-            if (shape := self._graphs.shape_of(spans, len(chosen))) is not None:
-                return self._choose(entries, chosen, *self._graphs.run(shape, spans, token_ids, last.tolist()))
-        context = self._attention.plan(spans, on_layer or partial(self._progress.on_layer, True))
+        self._started += 1
+        if (shape := self._graphs.shape_of(spans, len(chosen))) is not None:
+            logits, best, rows = self._graphs.run(shape, spans, token_ids, last.tolist())
+            if on_layer is not None:
+                for layer in range(self._num_layers):
+                    on_layer(layer, entries)
+            return self._choose(entries, chosen, logits, best, rows)
+
+        def told(layer: int) -> None:
+            self._progress.on_layer(True, layer)
+            if on_layer is not None:
+                on_layer(layer, entries)
+
+        context = self._attention.plan(spans, told)
         sent = torch.from_numpy(np.concatenate((token_ids, last)).astype(np.int64)).pin_memory()
         tokens, picked = sent.to(self._attention.device, non_blocking=True).split_with_sizes(
             (len(token_ids), len(last))

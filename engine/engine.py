@@ -6,6 +6,7 @@ All methods are called from one thread. Nothing here waits: whoever drives the e
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from engine.parallel.group import ALONE, RankError, rank_config
 from engine.parallel.lead import LeadingGroup
 from engine.parallel.messages import Build, Meet, Sleep, Wake
 from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
-from engine.runner import Computation, Model, Runner, StepResult, wants_prompt_logprobs
+from engine.runner import Computation, Model, OnLayer, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
@@ -106,8 +107,9 @@ class EngineBusy(RuntimeError):
 class Engine:
     """One model on one device, with its KV cache, scheduler and sampler.
 
-    `on_layer(layer, step)` is called inside `step` as soon as the KV of a layer is in the caches of all ranks.
-    `listen()` is called there just before the next step is planned ahead: what it adds can still join that step.
+    `on_layer(layer, entries)` is called inside `step` as soon as the entries' KV of a layer is in the caches of all
+    ranks; on a device, as soon as what is put on its current stream now comes behind it.
+    `listen()` is called there until the next step is planned ahead: what it adds can still join that step.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -123,7 +125,7 @@ class Engine:
         # `pages` are those of all ranks, one after another, where this process sees them: what peers read and write.
         self._kv_memory, self.kv_cache, self.pages = make_caches(loaded.group.rank, config, spec, num_blocks)
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
-        self.on_layer: Callable[[int, Step], None] | None = None
+        self.on_layer: OnLayer | None = None
         self.listen: Callable[[], None] = lambda: None
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(
@@ -208,13 +210,14 @@ class Engine:
 
         pages = -(-self.max_model_len // config.block_size)
         attention = PagedBackend(self.kv_cache, kind, 2 * config.max_running, pages)
-        progress = DeviceProgress(self.kv_cache.spec.num_layers, attention.device)
+        num_layers = self.kv_cache.spec.num_layers
+        progress = DeviceProgress(num_layers, attention.device)
         with torch.inference_mode():
             shapes = step_shapes(config.max_running, config.max_batched_tokens)
             graphs = StepGraphs(model, attention, shapes, self.vocab_size, progress.on_layer)
         self._computation = Computation(model, attention, graphs)
         model, attention, graphs = loaded.group.lead(model, attention, graphs)
-        return CudaRunner(model, attention, sampler, graphs, progress)
+        return CudaRunner(model, attention, sampler, graphs, progress, num_layers)
 
     # Requests
 
@@ -415,7 +418,8 @@ class Engine:
         if step.entries:
             assert self._runner is not None
             try:
-                result = self._runner.run(step.entries, self._hook(step), lambda: self._foresee(step))
+                foresee = partial(self._foresee, step)
+                result = self._runner.run(step.entries, self._hook(), foresee, self.listen)
                 self._end_layers(step)
             except RankError:
                 raise
@@ -433,12 +437,12 @@ class Engine:
         self.listen()
         return self._scheduler.foresee(step)
 
-    def _hook(self, step: Step) -> Callable[[int], None] | None:
+    def _hook(self) -> OnLayer | None:
         if (hook := self.on_layer) is None:
             return None
         # Other ranks have written a layer for certain when this one has their sums of it and is at the next.
         behind = int(self._loaded.group.size > 1)
-        return lambda layer: hook(layer - behind, step) if layer >= behind else None
+        return lambda layer, entries: hook(layer - behind, entries) if layer >= behind else None
 
     def _end_layers(self, step: Step) -> None:
         """The last call of `on_layer`, where ranks have to be waited for."""
@@ -446,7 +450,7 @@ class Engine:
         if self.on_layer is not None and group.size > 1:
             with group.together(Meet()):
                 group.meet()
-            self.on_layer(self.kv_cache.spec.num_layers - 1, step)
+            self.on_layer(self.kv_cache.spec.num_layers - 1, step.entries)
 
     def _book(self, step: Step, result: StepResult) -> list[TokenOutput]:
         """Brings what was computed into the sequences; returns their outputs."""

@@ -8,12 +8,9 @@ from contextlib import AbstractContextManager
 import torch
 import xxhash
 
-_FACTOR = 0x9E3779B97F4A7C15  # odd, and its multiples lie far apart
-_AT_ONCE = 16  # pages
-# Over the two below, as any thread takes sums: all of them on one stream for each device, behind that device's factors.
-_making = threading.Lock()
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, as int64, and its multiples lie far apart
+_making = threading.Lock()  # over the streams, as any thread takes sums
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_factors_of: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def beside_steps(device: torch.device) -> AbstractContextManager[object]:
@@ -37,22 +34,14 @@ def page_sums(pages: torch.Tensor, rows: Sequence[int]) -> list[int]:
     """
     if pages.is_cpu:
         return [xxhash.xxh3_64_intdigest(pages[row].view(torch.uint8).numpy().data) for row in rows]
-    sums: list[int] = []
-    with beside_steps(pages.device):
+    from engine.kernels.copy_rows import on_device
+    from engine.kernels.row_sums import row_sums
+
+    if not rows:
+        return []
+    with torch.cuda.device(pages.device), beside_steps(pages.device):
         words = pages.view(torch.uint8).flatten(1)
         if words.shape[1] % 8 == 0:
             words = words.view(torch.int64)
-        factors = _factors(words.shape[1], pages.device)
-        for start in range(0, len(rows), _AT_ONCE):
-            index = torch.tensor(list(rows[start : start + _AT_ONCE]), device=pages.device)
-            sums += (words[index].long() * factors).sum(1).tolist()
+        sums: list[int] = row_sums(words, on_device(list(rows), pages.device), _FACTOR).tolist()
     return [value % 2**64 for value in sums]
-
-
-def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count], made on the stream of the sums."""
-    with _making:
-        if (count, device) not in _factors_of:
-            odd = torch.arange(1, 2 * count, 2, device=device)
-            _factors_of[count, device] = odd * (_FACTOR - 2**64)  # as int64, which wraps
-        return _factors_of[count, device]

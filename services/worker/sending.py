@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import grpc.aio
 import structlog
 
 from engine.request import Request, TokenOutput
-from engine.scheduler import Step
+from engine.scheduler import Entry
 from kv_transfer import sender as tx
 from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
 from kv_transfer.connectors.selection import Chosen, Selection
@@ -63,6 +63,7 @@ class Sending:
     seen_out: Chosen | None = None  # what the rest of the bytes is, or was, seen out over
     # ---
     computed_at: float = 0.0  # when the prompt's last layer was
+    block_ids: list[int] = field(default_factory=list)  # of the prompt, as far as it was pushed
     used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
     pushed_tokens: list[int] = field(default_factory=list)  # by layer: tokens that were pushed over `used`
     num_bytes: int = 0  # pushed over `used`
@@ -200,6 +201,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if output.error is not None or not output.token_ids:
                 self._carry_out(sending, sending.machine.failed(output.error or "the prefill gave no token"))
                 continue
+            if not self._engine.engine.pages.tensor.is_cpu:
+                sending.computed_at = time.monotonic()  # what is pushed is only begun there
             logprob = output.logprobs[0] if output.logprobs else None
             order = sending.order
             first = TokenOutput(
@@ -220,11 +223,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             sending.computed = True
             self._start(sending, self._see_out(sending))
 
-    def on_layer(self, layer: int, step: Step) -> None:
-        """Engine thread: pushes what `step` has computed of this layer."""
+    def on_layer(self, layer: int, entries: Sequence[Entry]) -> None:
+        """Engine thread: pushes what was computed of this layer."""
         computed = self._layer_at = time.monotonic()
         last = layer == self._engine.engine.kv_cache.spec.num_layers - 1
-        for entry in step.entries:
+        for entry in entries:
             sending = self._exports.get(entry.sequence.request_id)
             if sending is None:
                 continue
@@ -249,7 +252,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             sending.num_bytes += num_bytes
             if num_bytes:
                 sending.timeline.push(layer, end, computed, num_bytes)
-            sending.pushed_tokens[layer] = end
+            sending.pushed_tokens[layer], sending.block_ids = end, block_ids
         except Exception as error:  # also what torch and a device raise: the step is for others, too
             sending.used = None
             failure = error if isinstance(error, ConnectorError) else ConnectorError(repr(error))
@@ -287,9 +290,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         if is_over() or sending.seen_out is chosen:
             return
         sending.seen_out = chosen
-        blocks = await self._engine.call(push_rest)
-        if is_over():
-            return
+        blocks = list(sending.block_ids)
+        if min(sending.pushed_tokens, default=0) < sending.order.num_tokens:
+            blocks = await self._engine.call(push_rest)  # between two steps, which take long
+            if is_over():
+                return
         try:
             checksums = await asyncio.to_thread(flush_and_sum, blocks)
         except ConnectorError as error:

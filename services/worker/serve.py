@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from engine.engine import Engine, EngineConfig, StepOutput
 from engine.hashing import test_vector
 from engine.memory import describe_cache
+from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector
 from kv_transfer.connectors.shared_memory import (
     SharedSegment,
@@ -225,6 +226,9 @@ class Worker:
             max_model_len=engine.max_model_len,
             max_waiting=config.max_waiting,
         )
+        page_sums(
+            engine.pages.tensor, [0]
+        )  # on a device, what computes them is compiled now: not in the first transfer
         if config.role == "prefill":
             engine.on_layer = self._sender.on_layer
             transfer_pb2_grpc.add_TransferServicer_to_server(self._sender, rpc.server)

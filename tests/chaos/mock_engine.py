@@ -19,7 +19,7 @@ from engine.engine import Engine, EngineConfig
 from engine.kv_cache import KVCache
 from engine.loaded import LoadedModel
 from engine.parallel.group import ALONE
-from engine.runner import StepResult
+from engine.runner import OnLayer, StepResult
 from engine.sampler import Sampled
 from engine.scheduler import Entry
 
@@ -67,8 +67,9 @@ class HashRunner:
     def run(
         self,
         entries: Sequence[Entry],
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
         foresee: Callable[[], Sequence[Entry]] = lambda: (),
+        listen: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """As `engine.runner.Runner.run`."""
         for layer in range(LAYERS):
@@ -76,7 +77,7 @@ class HashRunner:
                 self._compute(entry, layer)
             time.sleep(self._layer_seconds)
             if on_layer is not None:
-                on_layer(layer)
+                on_layer(layer, entries)
         result = StepResult()
         for entry in entries:
             if entry.samples and entry.sequence.request.sampling.max_tokens:

@@ -201,8 +201,8 @@ def test_an_id_in_use_is_refused(engine):
 
 
 def test_a_failing_step_ends_its_requests_and_nothing_else(engine):
-    def explode(layer, step):
-        if any(entry.sequence.request_id == "bad" for entry in step.entries):
+    def explode(layer, entries):
+        if any(entry.sequence.request_id == "bad" for entry in entries):
             raise RuntimeError("boom")
 
     (expected,) = run(engine, request("fine", prompt(20)))
@@ -217,8 +217,8 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(engine):
 def test_a_request_aborted_inside_a_step_ends_once(engine, fails):
     """Its id may be in use again when the step is booked."""
 
-    def call(layer, step):
-        if layer == 1 and any(entry.sequence.request_id == "gone" for entry in step.entries):
+    def call(layer, entries):
+        if layer == 1 and any(entry.sequence.request_id == "gone" for entry in entries):
             engine.on_layer = None
             engine.abort("gone")
             engine.add(request("gone", prompt(9), max_tokens=3))
@@ -246,7 +246,7 @@ def test_numbers_that_are_none_fail_their_request_alone(llama_folder):
 
 def test_layers_are_announced_with_their_step(engine):
     seen = []
-    engine.on_layer = lambda layer, step: seen.append((layer, step.entries[0].end))
+    engine.on_layer = lambda layer, entries: seen.append((layer, entries[0].end))
     run(engine, request("a", prompt(30, 9), max_tokens=1))
     assert seen == [(layer, end) for end in (24, 30) for layer in range(3)]
 

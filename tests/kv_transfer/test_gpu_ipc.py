@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -202,3 +203,17 @@ def test_one_word_that_differs_is_seen() -> None:
     pages[1, 1, 15, 1, 63] = 1.0
     after = page_sums(pages, [0, 1, 2])
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize(("shape", "word"), [((5, 3, 2, 2, 64), 8), ((4, 1, 3, 1, 15), 1), ((2, 1, 1, 1, 1 << 16), 8)])
+def test_sums_are_those_of_the_words(shape: tuple[int, ...], word: int) -> None:
+    pages = torch.randint(-100, 100, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    rows = [shape[0] - 1, 0, 1]
+    expected = []
+    for row in rows:
+        values = pages[row].numpy().view(np.uint8).reshape(-1)
+        words = values.view(np.uint64) if word == 8 else values.astype(np.uint64)
+        factors = np.arange(1, 2 * len(words), 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        expected.append(int((words * factors).sum()))
+    assert page_sums(pages.cuda(), rows) == expected
+    assert page_sums(pages.cuda(), []) == []

@@ -38,7 +38,7 @@ class Peer:
     """`nccl_peer.py` on device 1."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(PEER.parents[2])}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(PEER.parents[2]), *filter(None, sys.path)))}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             [sys.executable, str(PEER)], stdin=pipe, stdout=pipe, text=True, env=environment
