@@ -144,6 +144,8 @@ def join(stream: socket.socket, seal: Seal, rank: int, device: torch.device) -> 
     store = PairStore(stream, seal, rank, time.monotonic() + JOIN_SECONDS[kind])
     group: PairGroup | None = None
     try:
+        if rank == SENDER:
+            store.set("joins", b"")  # the receiver joins when it hears something, and NCCL's sender would only listen
         if kind == "gloo":
             group = _GlooPair(store, rank, stream.getsockname()[0])
         else:
