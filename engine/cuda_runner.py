@@ -19,7 +19,7 @@ import torch
 from engine.attention.base import Span
 from engine.attention.paged import PagedBackend
 from engine.kernels.signal import signal
-from engine.runner import Model, OnLayer, Runner, StepResult, wants_prompt_logprobs
+from engine.runner import Model, OnLayers, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Draw, Sampled, Sampler, best_tokens, draw_tokens, is_plain
 from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
@@ -110,14 +110,14 @@ class CudaRunner:
     def run(
         self,
         entries: Sequence[Entry],
-        on_layer: OnLayer | None = None,
+        on_layers: OnLayers | None = None,
         foresee: Callable[[], Sequence[Entry]] = lambda: (),
         listen: Callable[[], None] = lambda: None,
     ) -> StepResult:
         """Computes the entries; see `Runner.run`.
 
-        `on_layer` is called as soon as what computes the layer is on the device's current stream: with a graph for all
-        layers at once, and for entries that are begun ahead, too.
+        `on_layers` is called as soon as what computes the layers is on the device's current stream: with a graph for
+        all layers at once, and for entries that are begun ahead, too.
         """
         under_way, self._ahead = self._ahead, None
         covered = [] if under_way is None else under_way.those_of(entries)
@@ -126,14 +126,14 @@ class CudaRunner:
         plain = [entry for entry in rest if _is_plain(entry)]
         launched = [under_way] if under_way is not None and covered else []
         if plain:
-            launched.append(self._launch(plain, on_layer))
+            launched.append(self._launch(plain, on_layers))
         if launched:
             self._wait_until_nearly_finished(listen)
             if following := [entry for entry in foresee() if _is_plain(entry)]:
-                self._ahead = self._launch(following, on_layer)
+                self._ahead = self._launch(following, on_layers)
         # Blocks of one that was aborted meanwhile may be another's, who is under way.
         slow = [entry for entry in rest if not _is_plain(entry) and entry.stands]
-        result = self._scoring.run(slow, on_layer) if slow else StepResult()
+        result = self._scoring.run(slow, on_layers) if slow else StepResult()
         wanted = known.union(entry.sequence for entry in plain)
         for batch in launched:
             for sequence, token in zip(batch.sampling, batch.wait(), strict=True):
@@ -149,11 +149,12 @@ class CudaRunner:
     def _wait_until_nearly_finished(self, listen: Callable[[], None]) -> None:
         """Until the device has little left to do. Raises what went wrong there."""
         stream = torch.cuda.current_stream()
+        listen()
         while self._progress.count() < self._started and not stream.query():
-            listen()
             time.sleep(_POLL)
+            listen()
 
-    def _launch(self, entries: list[Entry], on_layer: OnLayer | None) -> _Launched:
+    def _launch(self, entries: list[Entry], on_layers: OnLayers | None) -> _Launched:
         """Starts the entries. A token that the CPU does not know yet is the last one that its sequence has sampled."""
         token_ids = [
             token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end] or (_SAMPLED,)
@@ -168,15 +169,14 @@ class CudaRunner:
         self._started += 1
         if (shape := self._graphs.shape_of(spans, len(chosen))) is not None:
             logits, best, rows = self._graphs.run(shape, spans, token_ids, last.tolist())
-            if on_layer is not None:
-                for layer in range(self._num_layers):
-                    on_layer(layer, entries)
+            if on_layers is not None:
+                on_layers(range(self._num_layers), entries)
             return self._choose(entries, chosen, logits, best, rows)
 
         def told(layer: int) -> None:
             self._progress.on_layer(True, layer)
-            if on_layer is not None:
-                on_layer(layer, entries)
+            if on_layers is not None:
+                on_layers(range(layer, layer + 1), entries)
 
         context = self._attention.plan(spans, told)
         sent = torch.from_numpy(np.concatenate((token_ids, last)).astype(np.int64)).pin_memory()

@@ -26,7 +26,7 @@ from engine.parallel.group import ALONE, RankError, rank_config
 from engine.parallel.lead import LeadingGroup
 from engine.parallel.messages import Build, Meet, Sleep, Wake
 from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
-from engine.runner import Computation, Model, OnLayer, Runner, StepResult, wants_prompt_logprobs
+from engine.runner import Computation, Model, OnLayers, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
 from engine.scheduler import Entry, Scheduler, Step
 from engine.sequence import Sequence, State
@@ -107,8 +107,8 @@ class EngineBusy(RuntimeError):
 class Engine:
     """One model on one device, with its KV cache, scheduler and sampler.
 
-    `on_layer(layer, entries)` is called inside `step` as soon as the entries' KV of a layer is in the caches of all
-    ranks; on a device, as soon as what is put on its current stream now comes behind it.
+    `on_layers(layers, entries)` is called inside `step` as soon as the entries' KV of these layers is in the caches of
+    all ranks; on a device, as soon as what is put on its current stream now comes behind it.
     `listen()` is called there until the next step is planned ahead: what it adds can still join that step.
     """
 
@@ -125,7 +125,7 @@ class Engine:
         # `pages` are those of all ranks, one after another, where this process sees them: what peers read and write.
         self._kv_memory, self.kv_cache, self.pages = make_caches(loaded.group.rank, config, spec, num_blocks)
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
-        self.on_layer: OnLayer | None = None
+        self.on_layers: OnLayers | None = None
         self.listen: Callable[[], None] = lambda: None
         self._pool = BlockPool(num_blocks)
         self._scheduler = Scheduler(
@@ -418,7 +418,7 @@ class Engine:
         if step.entries:
             assert self._runner is not None
             try:
-                foresee = partial(self._foresee, step)
+                foresee = partial(self._scheduler.foresee, step)
                 result = self._runner.run(step.entries, self._hook(), foresee, self.listen)
                 self._end_layers(step)
             except RankError:
@@ -432,25 +432,20 @@ class Engine:
         self._steps += 1
         return StepOutput(outputs, self._pool.drain_events(), step, time.monotonic() - started)
 
-    def _foresee(self, step: Step) -> list[Entry]:
-        """Entries of the step after `step`, which is under way."""
-        self.listen()
-        return self._scheduler.foresee(step)
-
-    def _hook(self) -> OnLayer | None:
-        if (hook := self.on_layer) is None:
-            return None
+    def _hook(self) -> OnLayers | None:
+        if (hook := self.on_layers) is None or self._loaded.group.size == 1:
+            return hook
         # Other ranks have written a layer for certain when this one has their sums of it and is at the next.
-        behind = int(self._loaded.group.size > 1)
-        return lambda layer, entries: hook(layer - behind, entries) if layer >= behind else None
+        return lambda layers, entries: hook(range(layers.start - 1, layers.stop - 1), entries) if layers.start else None
 
     def _end_layers(self, step: Step) -> None:
-        """The last call of `on_layer`, where ranks have to be waited for."""
+        """The last call of `on_layers`, where ranks have to be waited for."""
         group = self._loaded.group
-        if self.on_layer is not None and group.size > 1:
+        if self.on_layers is not None and group.size > 1:
             with group.together(Meet()):
                 group.meet()
-            self.on_layer(self.kv_cache.spec.num_layers - 1, step.entries)
+            num_layers = self.kv_cache.spec.num_layers
+            self.on_layers(range(num_layers - 1, num_layers), step.entries)
 
     def _book(self, step: Step, result: StepResult) -> list[TokenOutput]:
         """Brings what was computed into the sequences; returns their outputs."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SCORED_ROWS = 256  # prompt rows whose logits are held at once
 
-OnLayer = Callable[[int, Sequence[Entry]], None]
+OnLayers = Callable[[range, Sequence[Entry]], None]
 
 
 class Model(Protocol):
@@ -72,11 +72,11 @@ class Runner:
     def run(
         self,
         entries: Sequence[Entry],
-        on_layer: OnLayer | None = None,
+        on_layers: OnLayers | None = None,
         foresee: Callable[[], Sequence[Entry]] = lambda: (),
         listen: Callable[[], None] = lambda: None,
     ) -> StepResult:
-        """Computes the entries. `on_layer(layer, entries)` is called when their KV of that layer is in the cache.
+        """Computes the entries. `on_layers(layers, entries)` is called when their KV of these layers is in the cache.
 
         Runners that begin the next step before this one's tokens are known get its entries of `foresee()`, and call
         `listen()` again and again while they wait.
@@ -84,7 +84,7 @@ class Runner:
         spans = [Span(entry.blocks, entry.start, entry.num_tokens) for entry in entries]
         token_ids = [token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end]]
         positions = np.concatenate([np.arange(entry.start, entry.end) for entry in entries])
-        context = self.attention.plan(spans, on_layer and (lambda layer: on_layer(layer, entries)))
+        context = self.attention.plan(spans, on_layers and (lambda layer: on_layers(range(layer, layer + 1), entries)))
         tokens, places = torch.tensor(token_ids).to(self._device), torch.from_numpy(positions).to(self._device)
         chosen = [i for i, entry in enumerate(entries) if entry.samples and entry.sequence.request.sampling.max_tokens]
         ends = np.cumsum([entry.num_tokens for entry in entries])

@@ -27,8 +27,9 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """One call of a connector: rows `source_rows` of `source` [., L, page, heads, 2 * dim] go into `blocks`."""
+    """One call of a connector: layers of rows `source_rows` of `source` [., L, page, heads, 2 * dim] to `blocks`."""
 
+    layers: range
     source: torch.Tensor
     source_rows: Sequence[int]
     blocks: Sequence[BlockRef]
@@ -55,9 +56,9 @@ class TransferPlan:
         self._factors_on: dict[torch.device, torch.Tensor] = {}
 
     def pushes(
-        self, pages: torch.Tensor, layer: int, source_blocks: Sequence[int], order: Order, start: int, end: int
+        self, pages: torch.Tensor, layers: range, source_blocks: Sequence[int], order: Order, start: int, end: int
     ) -> Iterator[Push]:
-        """What brings one layer of tokens `start` to `end` of a sequence to the receiver, as far as it is ordered.
+        """What brings some layers of tokens `start` to `end` of a sequence to the receiver, as far as it is ordered.
 
         `pages` [., L, page, heads, 2 * dim] are the sender's of all ranks; `source_blocks` hold the sequence from its
         first token on. Blocks that are not full yet go out as they are: they have to be pushed again.
@@ -72,12 +73,13 @@ class TransferPlan:
             if self.is_identity:
                 first = rank * (len(pages) // ranks)
                 rows = [first + source_blocks[block] for block in wanted]
-                yield Push(pages, rows, blocks[rank::ranks])
-            else:
+                yield Push(layers, pages, rows, blocks[rank::ranks])
+                continue
+            for layer in layers:
                 packed = self._pack(pages[:, layer : layer + 1], slice(layer, layer + 1), source_blocks, wanted, rank)
                 # Only one layer of these pages is there, and only that one is pushed.
                 source = packed.expand(-1, self.source.num_layers, -1, -1, -1)
-                yield Push(source, range(len(wanted)), blocks[rank::ranks])
+                yield Push(range(layer, layer + 1), source, range(len(wanted)), blocks[rank::ranks])
 
     def checksums(self, pages: torch.Tensor, source_blocks: Sequence[int], order: Order) -> list[int]:
         """`page_sums` of the pages that were ordered, once all layers of all tokens are there."""

@@ -70,7 +70,7 @@ def _rows(trace: Trace) -> list[_Row]:
             layer = point.layer if len(trace.pushes) <= _MOST_LAYERS else -1
             group = groups.get((point.tokens, layer))
             if group is None:
-                of_layer = "" if layer < 0 else f"layer {layer}, "
+                of_layer = "" if layer < 0 else f"{_named(point)}, "
                 group = groups[point.tokens, layer] = _Row(trace.prefill, f"{of_layer}to token {point.tokens}")
                 rows.append(group)
             group.pushes.append(point)
@@ -86,8 +86,12 @@ def _end(point: Event | Push) -> float:
     return point.ms if isinstance(point, Event) else point.ms + point.push_ms
 
 
+def _named(push: Push) -> str:
+    return f"layer {push.layer}" if push.layers == 1 else f"layers {push.layer} to {push.layer + push.layers - 1}"
+
+
 def _moved(pushes: list[Push]) -> str:
-    layers = f"{len(pushes)} layers, " if len(pushes) > 1 else ""
+    layers = f"{sum(push.layers for push in pushes)} layers, " if len(pushes) > 1 else ""
     return f"{layers}{_size(sum(push.bytes for push in pushes))}, {sum(push.push_ms for push in pushes):.2f} ms"
 
 

@@ -29,11 +29,12 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Push(msgspec.Struct, frozen=True):
-    """A layer of a chunk: computed at `ms`, then pushed for `push_ms`. The chunk ends with prompt token `tokens`."""
+    """Layers of a chunk: computed at `ms`, then pushed for `push_ms`. The chunk ends with prompt token `tokens`."""
 
     ms: float
     push_ms: float
-    layer: int
+    layer: int  # the first
+    layers: int
     tokens: int
     bytes: int
 
@@ -141,7 +142,9 @@ def _trace(decode: _Side | None, prefill: _Side | None) -> Trace:
         for mark in timeline.marks:
             events.append(Event(_ms(mark.at - shift), timeline.worker, mark.event, mark.detail))
         for push in timeline.pushes:
-            pushes.append(Push(_ms(push.at - shift), _ms(push.seconds), push.layer, push.tokens, push.bytes))
+            pushes.append(
+                Push(_ms(push.at - shift), _ms(push.seconds), push.layer, push.layers, push.tokens, push.bytes)
+            )
     when = {event.event: event.ms for event in events}
     exposed = when["committed"] - when["last layer"] if when.keys() >= {"committed", "last layer"} else None
     return Trace(

@@ -69,19 +69,19 @@ class PoolDescription(msgspec.Struct, frozen=True):
             raise ConnectorError(f"the receiver's block layout is {self.layout}, and {layout} would be pushed")
 
     def check_push(
-        self, layer: int, source: torch.Tensor, source_blocks: Sequence[int], blocks: Sequence[BlockRef]
+        self, layers: range, source: torch.Tensor, source_blocks: Sequence[int], blocks: Sequence[BlockRef]
     ) -> None:
         """Raises ConnectorError unless these rows of `source` exist and fit their destination."""
         num_blocks, num_layers = source.shape[:2]
         if (
             num_layers != self.num_layers
             or source[0, 0].nbytes != self.layer_bytes
-            or not 0 <= layer < num_layers
+            or not 0 <= layers.start < layers.stop <= num_layers
             or len(blocks) != len(source_blocks)
             or not all(0 <= block < num_blocks for block in source_blocks)
         ):
             raise PushRefused(
-                f"layer {layer} of blocks {list(source_blocks)} of a cache {list(source.shape)} does not fit "
+                f"{layers} of the layers of blocks {list(source_blocks)} of a cache {list(source.shape)} does not fit "
                 f"{len(blocks)} blocks of {self.num_layers} layers of {self.layer_bytes} bytes"
             )
 
@@ -152,6 +152,17 @@ class SenderConnector(ABC):
         `source` is the sender's cache tensor [num_blocks, L, page, heads, 2 * dim]. The connector may read it until
         `flush` or `stop` returns; a block that changes until then must be pushed again. Raises ConnectorError.
         """
+
+    def push_layers(
+        self,
+        transfer_id: str,
+        layers: range,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> int:
+        """`push` of several layers that are there at the same time, for connectors to which that is one thing."""
+        return sum(self.push(transfer_id, layer, source, source_blocks, blocks) for layer in layers)
 
     @abstractmethod
     def flush(self, transfer_id: str) -> None:

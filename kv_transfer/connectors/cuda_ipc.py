@@ -123,6 +123,17 @@ class CudaIpcSender(SharedMemorySender):
         blocks: Sequence[BlockRef],
     ) -> int:
         """Starts the copy of the rows, behind what the device was given so far."""
+        return self.push_layers(transfer_id, range(layer, layer + 1), source, source_blocks, blocks)
+
+    def push_layers(
+        self,
+        transfer_id: str,
+        layers: range,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> int:
+        """The same for several: one copy, as the layers of a block lie one after another."""
         from engine.kernels.copy_rows import copy_rows
 
         if source.device != self._device:
@@ -132,7 +143,7 @@ class CudaIpcSender(SharedMemorySender):
         computed.record(torch.cuda.current_stream(self._device))
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             try:
-                destination = self.admit(transfer_id, layer, source, source_blocks, blocks)
+                destination = self.admit(transfer_id, layers, source, source_blocks, blocks)
             except ConnectorError:
                 if transfer_id not in self._ends:
                     self.leave(transfer_id)
@@ -140,14 +151,14 @@ class CudaIpcSender(SharedMemorySender):
             assert self._mapped is not None
             self._stream.wait_event(computed)
             ours, theirs = self._rows_on_device(list(source_blocks), destination)
-            rows = source[:, layer].flatten(1).view(torch.uint8)
-            address = self._mapped.address + layer * pool.layer_bytes
+            rows = source[:, layers.start : layers.stop].flatten(1).view(torch.uint8)
+            address = self._mapped.address + layers.start * pool.layer_bytes
             copy_rows(rows, ours, address, theirs, pool.block_bytes)
             source.record_stream(self._stream)  # pages that were packed for this push live until then
             end = torch.cuda.Event()  # type: ignore[no-untyped-call]
             end.record(self._stream)
             self._ends[transfer_id] = end
-        return self.count(len(blocks))
+        return self.count(len(layers) * len(blocks))
 
     def flush(self, transfer_id: str) -> None:
         """Waits for the last copy. Raises ConnectorError if the device failed."""

@@ -213,7 +213,7 @@ class SharedMemorySender(SenderConnector):
     ) -> int:
         """Copies the rows in one go."""
         try:
-            destination = self.admit(transfer_id, layer, source, source_blocks, blocks)
+            destination = self.admit(transfer_id, range(layer, layer + 1), source, source_blocks, blocks)
             # Views, as the layer of a block is contiguous: each row is copied once.
             rows = source[:, layer].flatten(1).view(torch.uint8).numpy()
             for source_block, block in zip(source_blocks, destination, strict=True):
@@ -225,7 +225,7 @@ class SharedMemorySender(SenderConnector):
     def admit(
         self,
         transfer_id: str,
-        layer: int,
+        layers: range,
         source: torch.Tensor,
         source_blocks: Sequence[int],
         blocks: Sequence[BlockRef],
@@ -234,7 +234,7 @@ class SharedMemorySender(SenderConnector):
         pool = self.pool
         if self._descriptor < 0:
             raise ConnectorError("the connector is closed")
-        pool.check_push(layer, source, source_blocks, blocks)
+        pool.check_push(layers, source, source_blocks, blocks)
         for ref in blocks:
             if ref.incarnation != pool.incarnation or not 0 <= ref.block_id < pool.num_blocks:
                 self.counters.refuse("range" if ref.incarnation == pool.incarnation else "incarnation")
@@ -259,9 +259,9 @@ class SharedMemorySender(SenderConnector):
         if self._descriptor >= 0:
             _unlock(self._descriptor, _transfer_byte(transfer_id))
 
-    def count(self, num_blocks: int) -> int:
-        """Bytes of one layer of so many blocks, which were pushed."""
-        num_bytes = num_blocks * self.pool.layer_bytes
+    def count(self, num_rows: int) -> int:
+        """Bytes of so many blocks' layers, which were pushed."""
+        num_bytes = num_rows * self.pool.layer_bytes
         self.counters.bytes += num_bytes
         return num_bytes
 

@@ -283,7 +283,7 @@ class TcpSender(SenderConnector):
     ) -> int:
         """Queues the frames."""
         pool = self._pool
-        pool.check_push(layer, source, source_blocks, blocks)
+        pool.check_push(range(layer, layer + 1), source, source_blocks, blocks)
         rows, ready = source[:, layer].flatten(1).view(torch.uint8), self._ready(source)
         shares: dict[int, Frame] = {}
         most = max(1, min(MAX_BLOCKS, self._frame_bytes // pool.layer_bytes))

@@ -215,7 +215,7 @@ class ZmqSender(SenderConnector):
         blocks: Sequence[BlockRef],
     ) -> int:
         """Queues one message."""
-        self._pool.check_push(layer, source, source_blocks, blocks)
+        self._pool.check_push(range(layer, layer + 1), source, source_blocks, blocks)
         with self._changed:
             if self._closing:
                 raise ConnectorError("the connector is closed")

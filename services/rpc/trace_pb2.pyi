@@ -57,15 +57,17 @@ class Mark(_message.Message):
     def __init__(self, event: _Optional[str] = ..., at: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("layer", "tokens", "at", "seconds", "bytes")
+    __slots__ = ("layer", "tokens", "at", "seconds", "bytes", "layers")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     layer: int
     tokens: int
     at: float
     seconds: float
     bytes: int
-    def __init__(self, layer: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., seconds: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
+    layers: int
+    def __init__(self, layer: _Optional[int] = ..., tokens: _Optional[int] = ..., at: _Optional[float] = ..., seconds: _Optional[float] = ..., bytes: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...

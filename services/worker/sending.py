@@ -223,10 +223,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             sending.computed = True
             self._start(sending, self._see_out(sending))
 
-    def on_layer(self, layer: int, entries: Sequence[Entry]) -> None:
-        """Engine thread: pushes what was computed of this layer."""
+    def on_layers(self, layers: range, entries: Sequence[Entry]) -> None:
+        """Engine thread: pushes what was computed of these layers."""
         computed = self._layer_at = time.monotonic()
-        last = layer == self._engine.engine.kv_cache.spec.num_layers - 1
+        last = layers.stop == self._engine.engine.kv_cache.spec.num_layers
         for entry in entries:
             sending = self._exports.get(entry.sequence.request_id)
             if sending is None:
@@ -234,12 +234,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             sending.computed_at = computed
             if sending.used is not None:
                 # A prefix hit was computed before: it goes out with the first chunk. What was preempted goes out again.
-                start = min(entry.start, sending.pushed_tokens[layer])
-                self._push(sending, entry.sequence.block_ids, layer, start, entry.end, computed)
+                start = min(entry.start, *sending.pushed_tokens[layers.start : layers.stop])
+                self._push(sending, entry.sequence.block_ids, layers, start, entry.end, computed)
                 if last:
                     self._loop.call_soon_threadsafe(self._progressed, sending)
 
-    def _push(self, sending: Sending, block_ids: list[int], layer: int, start: int, end: int, computed: float) -> None:
+    def _push(
+        self, sending: Sending, block_ids: list[int], layers: range, start: int, end: int, computed: float
+    ) -> None:
         """Engine thread: pushes the blocks of these tokens, of those that the receiver wants."""
         order, plan, used = sending.order, sending.peer.plan, sending.used
         if used is None:
@@ -247,12 +249,15 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         pages = self._engine.engine.pages.tensor
         try:
             num_bytes = 0
-            for push in plan.pushes(pages, layer, block_ids, order, start, end):
-                num_bytes += used.connector.push(order.transfer_id, layer, push.source, push.source_rows, push.blocks)
+            for push in plan.pushes(pages, layers, block_ids, order, start, end):
+                num_bytes += used.connector.push_layers(
+                    order.transfer_id, push.layers, push.source, push.source_rows, push.blocks
+                )
             sending.num_bytes += num_bytes
             if num_bytes:
-                sending.timeline.push(layer, end, computed, num_bytes)
-            sending.pushed_tokens[layer], sending.block_ids = end, block_ids
+                sending.timeline.push(layers, end, computed, num_bytes)
+            sending.pushed_tokens[layers.start : layers.stop] = [end] * len(layers)
+            sending.block_ids = block_ids
         except Exception as error:  # also what torch and a device raise: the step is for others, too
             sending.used = None
             failure = error if isinstance(error, ConnectorError) else ConnectorError(repr(error))
@@ -280,7 +285,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             total = sending.order.num_tokens
             for layer, pushed in enumerate(sending.pushed_tokens):
                 if blocks and pushed < total:  # there are none any more if the request was aborted meanwhile
-                    self._push(sending, blocks, layer, pushed, total, time.monotonic())
+                    self._push(sending, blocks, range(layer, layer + 1), pushed, total, time.monotonic())
             return blocks
 
         def flush_and_sum(blocks: list[int]) -> list[int]:

@@ -230,7 +230,7 @@ class Worker:
             engine.pages.tensor, [0]
         )  # on a device, what computes them is compiled now: not in the first transfer
         if config.role == "prefill":
-            engine.on_layer = self._sender.on_layer
+            engine.on_layers = self._sender.on_layers
             transfer_pb2_grpc.add_TransferServicer_to_server(self._sender, rpc.server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, rpc.server)
         self._member = cluster_pb2.Member(

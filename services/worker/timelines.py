@@ -25,14 +25,16 @@ class Timeline:
         """Something happens, now or at `at` (monotonic seconds)."""
         self.record.marks.add(event=event, at=time.monotonic() if at is None else at, detail=detail)
 
-    def push(self, layer: int, tokens: int, computed: float, num_bytes: int) -> None:
-        """A layer, computed at `computed` (monotonic seconds) for prompt tokens up to `tokens`, is pushed now."""
+    def push(self, layers: range, tokens: int, computed: float, num_bytes: int) -> None:
+        """Layers, computed at `computed` (monotonic seconds) for prompt tokens up to `tokens`, are pushed now."""
         self.record.bytes += num_bytes
         if len(self.record.pushes) == _PUSHES:
             self.record.pushes_left_out += 1
             return
         seconds = time.monotonic() - computed
-        self.record.pushes.add(layer=layer, tokens=tokens, at=computed, seconds=seconds, bytes=num_bytes)
+        self.record.pushes.add(
+            layer=layers.start, layers=len(layers), tokens=tokens, at=computed, seconds=seconds, bytes=num_bytes
+        )
 
 
 class Timelines(trace_pb2_grpc.TraceServicer):

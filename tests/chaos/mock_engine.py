@@ -19,7 +19,7 @@ from engine.engine import Engine, EngineConfig
 from engine.kv_cache import KVCache
 from engine.loaded import LoadedModel
 from engine.parallel.group import ALONE
-from engine.runner import OnLayer, StepResult
+from engine.runner import OnLayers, StepResult
 from engine.sampler import Sampled
 from engine.scheduler import Entry
 
@@ -67,7 +67,7 @@ class HashRunner:
     def run(
         self,
         entries: Sequence[Entry],
-        on_layer: OnLayer | None = None,
+        on_layers: OnLayers | None = None,
         foresee: Callable[[], Sequence[Entry]] = lambda: (),
         listen: Callable[[], None] = lambda: None,
     ) -> StepResult:
@@ -76,8 +76,8 @@ class HashRunner:
             for entry in entries:
                 self._compute(entry, layer)
             time.sleep(self._layer_seconds)
-            if on_layer is not None:
-                on_layer(layer, entries)
+            if on_layers is not None:
+                on_layers(range(layer, layer + 1), entries)
         result = StepResult()
         for entry in entries:
             if entry.samples and entry.sequence.request.sampling.max_tokens:

@@ -125,7 +125,7 @@ class Prefill(Worker):
             self.metrics,
             self.timelines,
         )
-        self.engine.on_layer = self.sender.on_layer
+        self.engine.on_layers = self.sender.on_layers
         transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
 
     def on_step(self, output: StepOutput) -> None:

@@ -22,7 +22,7 @@ def nothing_leaks(request):
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
-        engine.on_layer = None
+        engine.on_layers = None
         drain(engine)
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, CONFIG.num_blocks)
@@ -201,12 +201,12 @@ def test_an_id_in_use_is_refused(engine):
 
 
 def test_a_failing_step_ends_its_requests_and_nothing_else(engine):
-    def explode(layer, entries):
+    def explode(layers, entries):
         if any(entry.sequence.request_id == "bad" for entry in entries):
             raise RuntimeError("boom")
 
     (expected,) = run(engine, request("fine", prompt(20)))
-    engine.on_layer = explode
+    engine.on_layers = explode
     engine.add(request("bad", prompt(30)))
     assert [(o.finish_reason, "boom" in o.error) for o in drain(engine)["bad"]] == [("error", True)]
     (after,) = run(engine, request("fine", prompt(20)))
@@ -217,16 +217,16 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(engine):
 def test_a_request_aborted_inside_a_step_ends_once(engine, fails):
     """Its id may be in use again when the step is booked."""
 
-    def call(layer, entries):
-        if layer == 1 and any(entry.sequence.request_id == "gone" for entry in entries):
-            engine.on_layer = None
+    def call(layers, entries):
+        if 1 in layers and any(entry.sequence.request_id == "gone" for entry in entries):
+            engine.on_layers = None
             engine.abort("gone")
             engine.add(request("gone", prompt(9), max_tokens=3))
             if fails:
                 raise RuntimeError("boom")
 
     (expected,) = run(engine, request("gone", prompt(9), max_tokens=3))
-    engine.on_layer = call
+    engine.on_layers = call
     engine.add(request("gone", prompt(12, 5), prompt_logprobs=0))
     engine.add(request("beside", prompt(10, 6)))
     found = drain(engine)
@@ -246,7 +246,7 @@ def test_numbers_that_are_none_fail_their_request_alone(llama_folder):
 
 def test_layers_are_announced_with_their_step(engine):
     seen = []
-    engine.on_layer = lambda layer, entries: seen.append((layer, entries[0].end))
+    engine.on_layers = lambda layers, entries: seen.append((layers.start, entries[0].end))
     run(engine, request("a", prompt(30, 9), max_tokens=1))
     assert seen == [(layer, end) for end in (24, 30) for layer in range(3)]
 

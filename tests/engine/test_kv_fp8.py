@@ -250,7 +250,7 @@ def test_kv_that_is_packed_for_an_fp8_cache_is_what_that_engine_computes(
         lease_seconds=1.0,
     )
     for layer in range(rounded.kv_cache.spec.num_layers):
-        (push,) = plan.pushes(plain.pages.tensor, layer, source_blocks, order, 0, len(prompt))
+        (push,) = plan.pushes(plain.pages.tensor, range(layer, layer + 1), source_blocks, order, 0, len(prompt))
         landed = push.source[list(push.source_rows), layer].flatten(0, 1)[: len(prompt)].float()
         own = rounded.kv_cache.layer(layer).view(torch.uint8)[own_blocks].view(FP8).flatten(0, 1)[: len(prompt)].float()
         if layer == 0:

@@ -41,8 +41,8 @@ for line in sys.stdin:
             sender.push("t", 0, source, source_blocks, blocks)  # what waits for the device happens now
             torch.cuda.synchronize()
             torch.cuda._sleep(delay)
-        for layer in range(shape[1]):
-            sender.push("t", layer, source, source_blocks, blocks)
+        sender.push("t", 0, source, source_blocks, blocks)
+        sender.push_layers("t", range(1, shape[1]), source, source_blocks, blocks)
         print("pushed", sender.counters.bytes, flush=True)
         threads = [threading.Thread(target=sender.flush, args=("t",)) for _ in range(flush)]
         for thread in threads:

@@ -50,7 +50,7 @@ def test_packed_as_on_cpu(source: KVCacheSpec, destination: KVCacheSpec) -> None
     device = pages.cuda()
     packed = KVCache(destination, count).tensor
     for layer in range(LAYERS):
-        for push in plan.pushes(pages, layer, blocks, order, 0, TOKENS):
+        for push in plan.pushes(pages, range(layer, layer + 1), blocks, order, 0, TOKENS):
             taken = push.source[:, layer].view(torch.uint8)[list(push.source_rows)]
             packed[:, layer].view(torch.uint8)[[ref.block_id for ref in push.blocks]] = taken
     expected_sums = page_sums(packed.cuda(), range(count))
@@ -59,8 +59,8 @@ def test_packed_as_on_cpu(source: KVCacheSpec, destination: KVCacheSpec) -> None
     assert plan.checksums(device, blocks, order) == expected_sums
     torch.cuda.synchronize()
     for start, end in ((0, 70), (70, TOKENS)):
-        on_cpu = list(plan.pushes(pages, 2, blocks, order, start, end))
-        on_device = list(plan.pushes(device, 2, blocks, order, start, end))
+        on_cpu = list(plan.pushes(pages, range(2, 3), blocks, order, start, end))
+        on_device = list(plan.pushes(device, range(2, 3), blocks, order, start, end))
         for ours, theirs in zip(on_device, on_cpu, strict=True):
             assert ours.source.device.type == "cuda"
             assert (ours.source_rows, ours.blocks) == (theirs.source_rows, theirs.blocks)

@@ -79,7 +79,7 @@ def transfer(source: Side, destination: Side, plan: TransferPlan, chunks: list[t
     order = destination.order(skip, chunks[-1][1])
     for start, end in chunks:
         for layer in range(LAYERS):
-            for push in plan.pushes(source.pages, layer, source.blocks, order, start, end):
+            for push in plan.pushes(source.pages, range(layer, layer + 1), source.blocks, order, start, end):
                 assert push.source.shape[1:] == destination.pages.shape[1:]
                 assert push.source.dtype == destination.pages.dtype
                 for row, ref in zip(push.source_rows, push.blocks, strict=True):
@@ -130,7 +130,7 @@ def test_equal_layouts_copy_nothing() -> None:
     of = spec(4, ranks=2)
     side = Side(of, 12, random.Random(1))
     plan = TransferPlan(of.layout, of.layout)
-    pushes = list(plan.pushes(side.pages, 1, side.blocks, side.order(1, 12), 0, 12))
+    pushes = list(plan.pushes(side.pages, range(1, 2), side.blocks, side.order(1, 12), 0, 12))
     assert [push.source.data_ptr() for push in pushes] == [side.pages.data_ptr()] * 2
     assert [list(push.source_rows) for push in pushes] == [
         [rank * side.num_blocks + block for block in side.blocks[1:]] for rank in range(2)
