@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from kv_transfer.bench.measure import Result
+    from kv_transfer.bench.measure import Report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,6 +26,8 @@ class Connector(StrEnum):
     tcp = "tcp"
     zmq = "zmq"
     gloo = "gloo"
+    cuda_ipc = "cuda_ipc"
+    nccl = "nccl"
 
 
 class Layout(StrEnum):
@@ -37,7 +39,9 @@ class Layout(StrEnum):
 
 @app.command()
 def bench(
-    connector: Annotated[Connector | None, typer.Option(help="Only this one.  [default: all]")] = None,
+    connector: Annotated[
+        Connector | None, typer.Option(help="Only this one.  [default: all that this machine can]")
+    ] = None,
     size: Annotated[str, typer.Option(help="Bytes of a transfer, in whole blocks of 2 MiB; such as 64MiB.")] = "64MiB",
     layout: Annotated[
         Layout | None, typer.Option(help="Blocks side by side, or drawn from all over the pool.  [default: both]")
@@ -46,27 +50,37 @@ def bench(
 ) -> None:
     """Measure how fast each connector moves KV from one process to another on this machine. Needs no cluster.
 
-    The second pair of GB/s and µs is the raw link's.
+    The last pair of GB/s and µs is the raw link's.
 
-    **GB/s** counts from the first push until the last byte is in its page, checksums included; medians of rounds.
-    Blocks are those of a model of 8 billion parameters: 32 layers of 64 KiB. A transfer pushes one layer of all blocks
-    after the other, as a prefill does.
+    **GB/s** counts from the first push until the last byte is in its page; medians of rounds. It includes the
+    checksums that connectors take of frames: tcp, zmq and gloo; shared_memory, cuda_ipc and nccl take none. Blocks are
+    those of a model of 8 billion parameters: 32 layers of 64 KiB. A transfer pushes one layer of all blocks after the
+    other, as a prefill does.
 
-    **µs** is the same for one layer of one block.
+    **verified** is the same until all pages were compared, too, as workers do: after the last byte each side takes a
+    sum of each page, xxh3_64 on CPU, a weighted sum of its words on a CUDA device.
 
-    **of limit** is the throughput as a share of the raw link's, which is measured in rounds that alternate with the
-    connector's: for shared memory a plain copy by one process into memory of the other; for the others one socket over
-    loopback that carries the same bytes between two processes, unpacked, unchecked, from and to one buffer. More than
-    100 % is possible where several streams use several cores.
+    **µs** is the same as GB/s for one layer of one block, of which no sum of pages is taken.
 
-    TCP and gloo run with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without. A busy
+    **of limit** is GB/s as a share of the raw link's, which is measured in rounds that alternate with the connector's:
+    for shared memory a plain copy by one process into memory of the other; for cuda_ipc and nccl one copy of one
+    buffer by a device's copy engine into the other process's device memory; for the others one socket over loopback
+    that carries the same bytes between two processes, unpacked, unchecked, from and to one buffer. More than 100 % is
+    possible where several streams use several cores.
+
+    TCP, gloo and NCCL run with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without. A busy
     machine slows connector and link alike; compare shares across runs, not GB/s.
+
+    The first CUDA device receives and the second sends; where there is one, cuda_ipc copies within it and nccl is
+    skipped.
 
     Examples:
 
       tandem kv bench
 
       tandem kv bench --connector tcp --size 256MiB --layout scattered
+
+      tandem kv bench --connector cuda_ipc --size 1GiB
 
       tandem kv bench --json results.json
     """
@@ -83,18 +97,18 @@ def bench(
 
     from kv_transfer.connectors.base import ConnectorError
 
-    def told(result: "Result") -> None:
-        print(f"{result.connector}, {result.layout}: {result.gb_per_s:.2f} GB/s", file=sys.stderr)
-
-    chosen = [connector.value] if connector else [each.value for each in Connector]
     layouts = [layout.value] if layout else [each.value for each in Layout]
+    name = connector.value if connector else None
     try:
-        report = run(chosen, num_bytes, layouts, shlex.join(["tandem", *sys.argv[1:]]), told)
+        report = run(name, num_bytes, layouts, shlex.join(["tandem", *sys.argv[1:]]), _tell)
     except ConnectorError as error:
         _fail(str(error))
-    _show(report.results)
+    if report.results:
+        _show(report)
     if json:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if report.failed:
+        _fail("; ".join(report.failed))
 
 
 @app.command()
@@ -142,23 +156,36 @@ def _fail(reason: str, status: int = 1) -> NoReturn:
     sys.exit(status)
 
 
-def _show(results: "list[Result]") -> None:
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _show(report: "Report") -> None:
     from rich.console import Console
     from rich.table import Table
 
+    results = report.results
+    devices = f"from {report.sender_device} to {report.receiver_device}"
+    access = {None: "one device", True: "which access each other's memory", False: "which share no memory"}
     # The columns after "raw link" are the link's.
-    table = Table("connector", "layout", title=f"KV between two processes, {results[0].bytes >> 20} MiB a transfer")
-    for name in ("GB/s", "µs", "raw link", "GB/s", "µs", "of limit"):
-        table.add_column(name, justify="left" if name == "raw link" else "right")
+    table = Table(
+        "connector",
+        "layout",
+        title=f"KV between two processes, {results[0].bytes >> 20} MiB a transfer",
+        caption=f"CUDA: {devices}, {access[report.peer_access]}" if report.sender_device else None,
+    )
+    for name in ("GB/s", "verified", "µs", "raw link", "GB/s", "µs", "of limit"):
+        table.add_column(name, justify="left" if name == "raw link" else "right", no_wrap=True)
     for result in results:
         table.add_row(
             result.connector,
             result.layout,
             f"{result.gb_per_s:.2f}",
+            f"{result.verified_gb_per_s:.2f}",
             f"{result.latency_us:.0f}",
             result.limit,
             f"{result.limit_gb_per_s:.2f}",
             f"{result.limit_latency_us:.0f}",
             f"{result.fraction_of_limit:.0%}",
         )
-    Console().print(table)
+    (Console() if sys.stdout.isatty() else Console(width=120)).print(table)

@@ -1,53 +1,34 @@
 """Measures connectors between this process, which receives, and a child, which sends.
 
-Each connector is measured in rounds that alternate with rounds of the raw link under it, so that whatever else the
-machine does slows both: a copy by one process into memory of the other, or a socket over loopback from and into memory
-that is used again.
+Each connector is measured in rounds that alternate with rounds of the raw link under it (`links`), so that whatever
+else the machine does slows both.
 """
 
 import os
 import platform
 import random
 import secrets
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 import torch
 import zmq
 
-from engine.kv_cache import KVCache, KVCacheSpec
-from kv_transfer.bench.sender import (
-    Answer,
-    Command,
-    CopyMemory,
-    Open,
-    OpenMemory,
-    OpenSocket,
-    Push,
-    SendSocket,
-    pattern,
-    secure,
-)
-from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector
-from kv_transfer.connectors.distributed import DistributedReceiver
-from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedSegment
-from kv_transfer.connectors.tcp import TcpReceiver
-from kv_transfer.connectors.zmq_stream import ZmqReceiver
+from kv_transfer.bench.child import STUCK_SECONDS, Child
+from kv_transfer.bench.connectors import WAYS, Destination, devices, peer_access, why_not
+from kv_transfer.bench.links import Link
+from kv_transfer.bench.messages import SPEC, Close, Open, Push, pattern
+from kv_transfer.checksums import page_sums
+from kv_transfer.connectors.base import ConnectorError, PoolDescription
 from kv_transfer.references import BlockRef
 
-# Blocks of a model of 8 billion parameters: 64 KiB a layer, 2 MiB a block.
-SPEC = KVCacheSpec(num_layers=32, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-WAYS = ("shared_memory", "tcp", "zmq", "zmq plain", "gloo")
 _ROUNDS = 11
 _SMALL_ROUNDS = 101
 _INCARNATION = "b" * 32
 _POLL_SECONDS = 2e-5
-_STUCK_SECONDS = 30.0
 
 
 class Result(msgspec.Struct):
@@ -57,11 +38,13 @@ class Result(msgspec.Struct):
     layout: str  # contiguous or scattered
     bytes: int
     gb_per_s: float
+    verified_gb_per_s: float  # until the sums of all pages, taken on both sides after the last byte, were compared
     latency_us: float  # of one layer of one block
     limit: str  # what the raw link is
     limit_gb_per_s: float
     limit_latency_us: float
     fraction_of_limit: float  # of the throughput
+    verified_fraction_of_limit: float
     rounds: int
 
 
@@ -75,125 +58,59 @@ class Report(msgspec.Struct):
     kernel: str
     python: str
     torch: str
+    sender_device: str  # the CUDA device's name, as the next one's; empty: there is none
+    receiver_device: str
+    peer_access: bool | None  # whether the two can access each other's memory; None: they are one
     block_bytes: int
     layer_bytes: int
     results: list[Result]
+    skipped: list[str]  # what this machine cannot measure, and why
+    failed: list[str]  # what did not work, and why
 
 
-class Child:
-    """The sending process."""
+class Seconds(NamedTuple):
+    """Of one transfer, from the first push on."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "kv_transfer.bench.sender"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-
-    def tell(self, command: Command) -> None:
-        """Gives a command; `hear` waits for its end."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> Answer:
-        """The answer to the oldest command. Raises ConnectorError if it failed."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise ConnectorError("the sending process of the benchmark has died; its last words are above")
-        answer = msgspec.json.decode(line, type=Answer)
-        if answer.error:
-            raise ConnectorError(answer.error)
-        return answer
-
-    def ask(self, command: Command) -> Answer:
-        """Gives a command and waits for its end."""
-        self.tell(command)
-        return self.hear()
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.communicate()
-
-
-class RawMemory:
-    """A copy from private memory of the child's into memory that both map."""
-
-    name = "memory copy"
-
-    def __init__(self, child: Child, num_bytes: int) -> None:
-        self._child = child
-        self._num_bytes = num_bytes
-        self._segment = SharedSegment(num_bytes, 1)
-        child.ask(OpenMemory(f"/dev/shm/{self._segment.name}", num_bytes))
-
-    def seconds(self, *, small: bool) -> float:
-        """Of one round."""
-        answer = self._child.ask(CopyMemory(SPEC.layer_bytes if small else self._num_bytes))
-        return answer.ended - answer.started
-
-    def close(self) -> None:
-        """Frees the memory."""
-        self._segment.unlink()
-
-
-class RawSocket:
-    """A socket over loopback, read into one buffer."""
-
-    name = "socket"
-
-    def __init__(self, child: Child, num_bytes: int) -> None:
-        self._child = child
-        self._num_bytes = num_bytes
-        with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
-            child.tell(OpenSocket(listener.getsockname()[1]))
-            self._socket = listener.accept()[0]
-            child.hear()
-        self._socket.settimeout(_STUCK_SECONDS)
-        self._buffer = memoryview(bytearray(num_bytes))
-
-    def seconds(self, *, small: bool) -> float:
-        """Of one round."""
-        view = self._buffer[: SPEC.layer_bytes if small else self._num_bytes]
-        self._child.tell(SendSocket(len(view)))
-        while view:
-            if not (received := self._socket.recv_into(view)):
-                raise ConnectorError("the raw socket was closed")
-            view = view[received:]
-        ended = time.monotonic()
-        return ended - self._child.hear().started
-
-    def close(self) -> None:
-        """Closes the socket."""
-        self._socket.close()
+    moved: float  # until the last byte was in its page
+    verified: float  # until the sums of all pages were compared; as `moved` where none are taken
 
 
 class Transfers:
-    """Transfers of `num_blocks` blocks through one connector, into a pool of twice as many."""
+    """Transfers of `num_blocks` blocks one way, into a pool of twice as many."""
 
-    def __init__(self, child: Child, way: str, num_blocks: int, layout: str) -> None:
+    def __init__(self, child: Child, way: str, num_blocks: int, layout: str, sender: str, receiver: str) -> None:
         self._child = child
+        self._way = way
+        self._device = receiver
         self._generation = [0] * (2 * num_blocks)
         self._turn = 0
-        self._key = secrets.token_bytes(32)
-        curve = [] if way == "zmq plain" else list(zmq.curve_keypair())
-        self._cache, self._receiver = self._open(way, curve)
+        key = secrets.token_bytes(32)
+        curve = list(zmq.curve_keypair()) if WAYS[way].curve else []
+        pool = PoolDescription(_INCARNATION, 2 * num_blocks, SPEC.block_bytes, SPEC.layer_bytes, SPEC.layout)
+        self._cache, self._receiver = WAYS[way].receive(
+            Destination(pool, self._generation.__getitem__, receiver, key, curve)
+        )
         draw = random.Random(0)
         blocks = range(2 * num_blocks)
         self._source = list(blocks[:num_blocks]) if layout == "contiguous" else draw.sample(blocks, num_blocks)
         self._destination = list(blocks[-num_blocks:]) if layout == "contiguous" else draw.sample(blocks, num_blocks)
-        shape = list(self._cache.tensor.shape)
-        kind = self._receiver.capabilities.kind
-        child.ask(Open(kind, self._receiver.describe(), SPEC.layout, shape, self._key, curve))
-        self.seconds(small=False)  # takes all pages once
-        if not torch.equal(
-            self._cache.tensor[self._destination].view(torch.int16),
-            pattern(shape)[self._source].view(torch.int16),
-        ):
-            raise ConnectorError(f"{way}: the bytes that arrived are not those that were sent")
+        self._shape = list(self._cache.tensor.shape)
+        child.ask(Open(way, self._receiver.describe(), self._shape, sender, key, curve))
 
-    def seconds(self, *, small: bool) -> float:
-        """Of one transfer: all layers of all blocks, or the first layer of one block."""
+    def check(self) -> None:
+        """One transfer into an empty pool, which then holds what was sent and nothing else. Raises ConnectorError."""
+        self._cache.tensor.zero_()
+        if self._cache.tensor.is_cuda:
+            torch.cuda.synchronize(self._device)
+        self.seconds(small=False)
+        words = self._cache.tensor.view(torch.int64).flatten(1)
+        sent = pattern(self._shape, self._device).view(torch.int64).flatten(1)
+        rest = sorted(set(range(len(self._generation))) - set(self._destination))
+        if not torch.equal(words[self._destination], sent[self._source]) or bool(words[rest].any()):
+            raise ConnectorError("the bytes that arrived are not those that were sent")
+
+    def seconds(self, *, small: bool) -> Seconds:
+        """Of one transfer: all layers of all blocks, or the first layer of one block, of which no sums are taken."""
         count, layers = (1, 1) if small else (len(self._source), SPEC.num_layers)
         self._turn += 1
         key = f"bench{self._turn}/0"
@@ -203,46 +120,44 @@ class Transfers:
             refs.append(BlockRef(_INCARNATION, block, self._generation[block]))
         receiver = self._receiver
         receiver.expect(key, refs)
-        self._child.tell(Push(key, layers, self._source[:count], refs))
+        self._child.tell(Push(key, layers, self._source[:count], refs, sums=not small))
         if not receiver.capabilities.one_sided:
             self._wait(key, count * layers * SPEC.layer_bytes)
         ended = time.monotonic()
         answer = self._child.hear()
+        if receiver.capabilities.one_sided:
+            ended = answer.ended
         receiver.finish(key)
-        return (answer.ended if receiver.capabilities.one_sided else ended) - answer.started
+        if small:
+            return Seconds(ended - answer.started, ended - answer.started)
+        if page_sums(self._cache.tensor, self._destination) != answer.sums:
+            raise ConnectorError("the sums of the pages that arrived are not those of the pages that were sent")
+        return Seconds(ended - answer.started, time.monotonic() - answer.started)
 
     def close(self) -> None:
         """Frees pool and connector."""
         self._receiver.close()
 
     def _wait(self, key: str, num_bytes: int) -> None:
-        patience_ends = time.monotonic() + _STUCK_SECONDS
+        patience_ends = time.monotonic() + STUCK_SECONDS
         while self._receiver.bytes_landed(key) != num_bytes:
             if failure := self._receiver.failure(key):
                 raise ConnectorError(failure)
             if time.monotonic() > patience_ends:
-                raise ConnectorError(f"the bytes have not arrived in {_STUCK_SECONDS:g} s")
+                raise ConnectorError(f"the bytes have not arrived in {STUCK_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
 
-    def _open(self, way: str, curve: list[bytes]) -> tuple[KVCache, ReceiverConnector]:
-        num_blocks = len(self._generation)
-        pool = PoolDescription(_INCARNATION, num_blocks, SPEC.block_bytes, SPEC.layer_bytes, SPEC.layout)
-        if way == "shared_memory":
-            segment = SharedSegment(num_blocks * SPEC.block_bytes, num_blocks)
-            return KVCache(SPEC, num_blocks, segment.buffer), SharedMemoryReceiver(segment, pool)
-        cache = KVCache(SPEC, num_blocks)
-        generation = self._generation.__getitem__
-        if way == "gloo":
-            return cache, DistributedReceiver(cache.tensor, pool, generation, "127.0.0.1", self._key)
-        if way == "tcp":
-            return cache, TcpReceiver(cache.tensor, pool, generation, "127.0.0.1", self._key)
-        return cache, ZmqReceiver(cache.tensor, pool, generation, "127.0.0.1", secure(curve))
 
+def run(connector: str | None, num_bytes: int, layouts: list[str], command: str, tell: Callable[[str], None]) -> Report:
+    """Measures one connector, or all that this machine can; `tell` is given a line for people about each.
 
-def run(
-    connectors: list[str], num_bytes: int, layouts: list[str], command: str, on_result: Callable[[Result], None]
-) -> Report:
-    """Measures each of WAYS whose kind is in `connectors`. Raises ConnectorError."""
+    Raises ConnectorError if the one that is named cannot be measured here.
+    """
+    chosen = [name for name, way in WAYS.items() if connector in (None, way.connector)]
+    reasons = {name: reason for name in chosen if (reason := why_not(WAYS[name]))}
+    if connector and reasons:
+        raise ConnectorError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    sender, receiver = map(torch.cuda.get_device_name, devices() or ()) if devices() else ("", "")
     report = Report(
         command=command,
         started_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -251,19 +166,34 @@ def run(
         kernel=platform.release(),
         python=platform.python_version(),
         torch=str(torch.__version__),
+        sender_device=sender,
+        receiver_device=receiver,
+        peer_access=peer_access(),
         block_bytes=SPEC.block_bytes,
         layer_bytes=SPEC.layer_bytes,
         results=[],
+        skipped=[f"{name}: {reason}" for name, reason in reasons.items()],
+        failed=[],
     )
+    for line in report.skipped:
+        tell(f"skipped {line}")
     num_blocks = max(1, num_bytes // SPEC.block_bytes)
     child = Child()
     try:
         for layout in layouts:
-            for way in WAYS:
-                if way.split()[0] in connectors:
+            for way in chosen:
+                if way in reasons:
+                    continue
+                try:
                     result = _measure(child, way, num_blocks, layout)
+                except (ConnectorError, OSError, RuntimeError) as error:  # the last is what torch and devices raise
+                    child.close()  # what it has still to do or to say is nobody's
+                    child = Child()
+                    report.failed.append(f"{way}, {layout}: {error}")
+                    tell(f"failed {report.failed[-1]}")
+                else:
                     report.results.append(result)
-                    on_result(result)
+                    tell(f"{way}, {layout}: {result.gb_per_s:.2f} GB/s")
     finally:
         child.close()
     return report
@@ -271,18 +201,18 @@ def run(
 
 def _measure(child: Child, way: str, num_blocks: int, layout: str) -> Result:
     num_bytes = num_blocks * SPEC.block_bytes
-    opened: list[RawMemory | RawSocket | Transfers] = []
+    sender, receiver = (devices() if WAYS[way].num_devices else None) or ("cpu", "cpu")
+    opened: list[Link | Transfers] = []
     try:
-        if way == "shared_memory":
-            opened.append(RawMemory(child, num_bytes))
-        else:
-            opened.append(RawSocket(child, num_bytes))
-        transfers = Transfers(child, way, num_blocks, layout)
+        link = WAYS[way].link(child, num_bytes, sender, receiver)
+        opened.append(link)
+        transfers = Transfers(child, way, num_blocks, layout, sender, receiver)
         opened.append(transfers)
-        link = opened[0]
-        assert not isinstance(link, Transfers)
-        large, limit_large = _alternate(transfers, link, _ROUNDS, small=False)
-        small, limit_small = _alternate(transfers, link, _SMALL_ROUNDS, small=True)
+        transfers.check()
+        large, limit_large = _alternate(transfers, link, num_bytes, _ROUNDS, small=False)
+        small, limit_small = _alternate(transfers, link, SPEC.layer_bytes, _SMALL_ROUNDS, small=True)
+        transfers.check()
+        child.ask(Close())  # before the memory that it has mapped goes
     finally:
         for part in opened:
             part.close()
@@ -290,18 +220,21 @@ def _measure(child: Child, way: str, num_blocks: int, layout: str) -> Result:
         connector=way,
         layout=layout,
         bytes=num_bytes,
-        gb_per_s=num_bytes / large / 1e9,
-        latency_us=small * 1e6,
+        gb_per_s=num_bytes / large.moved / 1e9,
+        verified_gb_per_s=num_bytes / large.verified / 1e9,
+        latency_us=small.moved * 1e6,
         limit=link.name,
         limit_gb_per_s=num_bytes / limit_large / 1e9,
         limit_latency_us=limit_small * 1e6,
-        fraction_of_limit=limit_large / large,
+        fraction_of_limit=limit_large / large.moved,
+        verified_fraction_of_limit=limit_large / large.verified,
         rounds=_ROUNDS,
     )
 
 
-def _alternate(transfers: Transfers, link: RawMemory | RawSocket, rounds: int, *, small: bool) -> tuple[float, float]:
+def _alternate(transfers: Transfers, link: Link, num_bytes: int, rounds: int, *, small: bool) -> tuple[Seconds, float]:
     """Median seconds of both."""
-    link.seconds(small=small)  # takes pages, opens windows
-    pairs = [(transfers.seconds(small=small), link.seconds(small=small)) for _ in range(rounds)]
-    return statistics.median(own for own, _ in pairs), statistics.median(raw for _, raw in pairs)
+    link.seconds(num_bytes)  # takes pages, opens windows
+    pairs = [(transfers.seconds(small=small), link.seconds(num_bytes)) for _ in range(rounds)]
+    own = Seconds(*(statistics.median(values) for values in zip(*(own for own, _ in pairs), strict=True)))
+    return own, statistics.median(raw for _, raw in pairs)
