@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests engine and KV transfers on CUDA devices, with the Python that has torch and Triton there. Nothing has to be installed but
-# msgspec, xxhash, safetensors and pytest; for KV transfers structlog, for their benchmark also typer, rich and pyzmq. With pytest-xdist, JOBS=8 runs so many tests at once
-# (first those that can share a device, then one by one those that measure its memory or use several).
+# msgspec, xxhash, safetensors and pytest; for KV transfers structlog, for their benchmark also typer, rich and pyzmq.
+# With pytest-xdist, JOBS=8 runs so many tests at once (first those that can share a device, then one by
+# one those that measure its memory or use several).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -c 'import torch; assert torch.cuda.is_available(), "torch sees no CUDA device"'

@@ -27,10 +27,15 @@ class Child:
         self._process.stdin.write(msgspec.json.encode(command) + b"\n")
         self._process.stdin.flush()
 
+    def has_answered(self, patience: float = 0.0) -> bool:
+        """Whether `hear` would return at once, or so within so many seconds."""
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], patience)[0])
+
     def hear(self) -> Answer:
         """The answer to the command. Raises ConnectorError if it failed."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], STUCK_SECONDS)[0]:
+        if not self.has_answered(STUCK_SECONDS):
             raise ConnectorError(f"the sending process of the benchmark has not answered in {STUCK_SECONDS:g} s")
         line = self._process.stdout.readline()
         if not line:

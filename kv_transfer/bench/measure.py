@@ -20,7 +20,7 @@ import zmq
 from kv_transfer.bench.child import STUCK_SECONDS, Child
 from kv_transfer.bench.connectors import WAYS, Destination, devices, peer_access, why_not
 from kv_transfer.bench.links import Link
-from kv_transfer.bench.messages import SPEC, Close, Open, Push, pattern
+from kv_transfer.bench.messages import SPEC, Answer, Close, Open, Push, pattern
 from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ConnectorError, PoolDescription
 from kv_transfer.references import BlockRef
@@ -121,12 +121,13 @@ class Transfers:
         receiver = self._receiver
         receiver.expect(key, refs)
         self._child.tell(Push(key, layers, self._source[:count], refs, sums=not small))
-        if not receiver.capabilities.one_sided:
-            self._wait(key, count * layers * SPEC.layer_bytes)
-        ended = time.monotonic()
-        answer = self._child.hear()
         if receiver.capabilities.one_sided:
+            answer = self._child.hear()
             ended = answer.ended
+        else:
+            pushed = self._wait(key, count * layers * SPEC.layer_bytes)
+            ended = time.monotonic()
+            answer = pushed or self._child.hear()
         receiver.finish(key)
         if small:
             return Seconds(ended - answer.started, ended - answer.started)
@@ -138,14 +139,19 @@ class Transfers:
         """Frees pool and connector."""
         self._receiver.close()
 
-    def _wait(self, key: str, num_bytes: int) -> None:
+    def _wait(self, key: str, num_bytes: int) -> Answer | None:
+        """Until the bytes have landed; returns the child's answer if it has come before. Raises ConnectorError."""
         patience_ends = time.monotonic() + STUCK_SECONDS
+        answer = None
         while self._receiver.bytes_landed(key) != num_bytes:
             if failure := self._receiver.failure(key):
                 raise ConnectorError(failure)
+            if answer is None and self._child.has_answered():
+                answer = self._child.hear()
             if time.monotonic() > patience_ends:
                 raise ConnectorError(f"the bytes have not arrived in {STUCK_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
+        return answer
 
 
 def run(connector: str | None, num_bytes: int, layouts: list[str], command: str, tell: Callable[[str], None]) -> Report:
