@@ -55,7 +55,7 @@ def bench(
     **GB/s** counts from the first push until the last byte is in its page; medians of rounds. It includes the
     checksums that connectors take of frames: tcp, zmq and gloo; shared_memory, cuda_ipc and nccl take none. Blocks are
     those of a model of 8 billion parameters: 32 layers of 64 KiB. A transfer pushes one layer of all blocks after the
-    other, as a prefill does.
+    other, as a prefill does; on devices all of them at once, as a prefill by a CUDA graph does.
 
     **verified** is the same until all pages were compared, too, as workers do: after the last byte each side takes a
     sum of each page, xxh3_64 on CPU, a weighted sum of its words on a CUDA device.

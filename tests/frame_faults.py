@@ -14,7 +14,7 @@ def ref(block_id: int = 0, generation: int = GENERATION, incarnation: str = D) -
 # What makes a good header for REFS one that is refused.
 HEADER_FAULTS: list[tuple[dict[str, object], str]] = [
     ({"without": 1}, "malformed"),
-    ({"format": 2}, "malformed"),
+    ({"format": 99}, "malformed"),
     ({"transfer_id": b"\xff\xfe"}, "malformed"),
     ({"checksum": -1, "layer": "x"}, "malformed"),
     ({"transfer_id": "other/0"}, "unexpected"),

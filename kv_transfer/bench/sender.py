@@ -47,8 +47,10 @@ class _Sender:
                 self._connector = WAYS[command.way].send(command)
             case Push(transfer_id, num_layers, source_blocks, blocks, sums):
                 assert self._connector is not None
-                for layer in range(num_layers):
-                    self._connector.push(transfer_id, layer, self._cache, source_blocks, blocks)
+                step = num_layers if self._cache.is_cuda else 1  # as engines compute them: by graphs, or one by one
+                for layer in range(0, num_layers, step):
+                    layers = range(layer, layer + step)
+                    self._connector.push_layers(transfer_id, layers, self._cache, source_blocks, blocks)
                 self._connector.flush(transfer_id)
                 ended = time.monotonic()
                 return Answer(started, ended, page_sums(self._cache, source_blocks) if sums else [])

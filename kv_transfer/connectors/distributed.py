@@ -9,7 +9,7 @@ the copy, which waits for no peer.
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import xxhash
@@ -19,6 +19,7 @@ from kv_transfer.connectors.process_group import RECEIVER, SENDER, PairGroup, jo
 from kv_transfer.connectors.tcp import ReceivingStream, StreamExpected, TcpReceiver
 from kv_transfer.connectors.tcp_sender import Frame, SendingStream, TcpSender
 from kv_transfer.connectors.tcp_wire import Header, Seal
+from kv_transfer.references import BlockRef
 
 GLOO = Capabilities("gloo", cross_host=True, one_sided=False)
 NCCL = Capabilities("nccl", cross_host=True, one_sided=False)
@@ -110,14 +111,14 @@ class _ReceivingPair(ReceivingStream):
     def _scatter(self, header: Header, payload: torch.Tensor) -> None:
         assert self._group is not None
         pages, blocks = self._receiver.pages, [ref.block_id for ref in header.blocks]
-        rows = payload.view(len(blocks), -1)
+        rows, layers = payload.view(len(blocks), -1), slice(header.layer, header.layer + header.layers)
         if pages.is_cpu:  # copies by index are slower there
             for row, block in zip(rows.numpy(), blocks, strict=True):
-                pages[block, header.layer].numpy()[:] = row
+                pages[block, layers].view(-1).numpy()[:] = row
             return
         with self._group.work():
             index = torch.tensor(blocks, device=pages.device)
-            _words(pages[:, header.layer]).index_copy_(0, index, _words(rows))
+            _words(pages[:, layers].flatten(1)).index_copy_(0, index, _words(rows))
             done = recorded(pages.device)
         # Whatever becomes of the peer: a copy that was begun must not be left when the lock goes. It waits for none.
         done.synchronize()
@@ -168,14 +169,26 @@ class DistributedSender(TcpSender):
     """Sends rows that lie on `device`. Raises ConnectorError as TcpSender does; a group is made with the first push."""
 
     _stream_type = _SendingPair
-    _frame_bytes = 4 << 20
 
     def __init__(self, description: bytes, layout: str, key: bytes, device: torch.device) -> None:
         _require(key)
         self._device = device
         # On CPU one copies and sums while the other sends; kernels of two communicators would wait for each other.
         self._num_streams = 2 if device.type == "cpu" else 1
+        self._frame_bytes = (4 if device.type == "cpu" else 64) << 20
         super().__init__(description, layout, key)
+
+    def push_layers(
+        self,
+        transfer_id: str,
+        layers: range,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> int:
+        """Where there is one stream, in frames of all layers: each costs the devices' CPUs more than its bytes do."""
+        push = self._queue if self._num_streams == 1 else super().push_layers
+        return push(transfer_id, layers, source, source_blocks, blocks)
 
     def _ready(self, source: torch.Tensor) -> torch.cuda.Event | None:
         if source.device != self._device:

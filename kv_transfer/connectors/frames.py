@@ -22,15 +22,19 @@ def check_destination(
     layer: int,
     blocks: Sequence[BlockRef],
     num_bytes: int,
+    num_layers: int = 1,
 ) -> None:
-    """Raises Refused or StaleReference unless `num_bytes` fill one layer of `blocks`, all of them of `expected`."""
+    """Raises Refused or StaleReference unless `num_bytes` fill these layers of `blocks`, all of them of `expected`.
+
+    The layers are `num_layers` from `layer` on.
+    """
     for ref in blocks:
         check(ref, pool.incarnation, pool.num_blocks, generation)
         if ref.block_id not in expected:
             raise Refused("foreign", f"block {ref.block_id} is not of this transfer")
-    if not blocks or not 0 <= layer < pool.num_layers:
-        raise Refused("range", f"layer {layer} of {len(blocks)} blocks")
-    if num_bytes != len(blocks) * pool.layer_bytes:
+    if not blocks or num_layers < 1 or not 0 <= layer <= pool.num_layers - num_layers:
+        raise Refused("range", f"{num_layers} layers from {layer} on of {len(blocks)} blocks")
+    if num_bytes != len(blocks) * num_layers * pool.layer_bytes:
         raise Refused("length", "the payload has another length than its blocks")
 
 

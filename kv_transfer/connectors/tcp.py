@@ -154,7 +154,15 @@ class TcpReceiver(FrameReceiver):
             try:
                 if header.sequence > due:
                     raise Refused("lost", "frames before it were lost")
-                check_destination(pool, self._generation, expected.blocks, header.layer, header.blocks, header.length)
+                check_destination(
+                    pool,
+                    self._generation,
+                    expected.blocks,
+                    header.layer,
+                    header.blocks,
+                    header.length,
+                    header.layers,
+                )
             except (StaleReference, Refused) as error:
                 expected.failure = str(error)
                 raise
@@ -170,7 +178,7 @@ class TcpReceiver(FrameReceiver):
         """Where the payload of an admitted frame goes."""
         pool = self.pool
         starts = [ref.block_id * pool.block_bytes + header.layer * pool.layer_bytes for ref in header.blocks]
-        return [self._memory[start : start + pool.layer_bytes] for start in starts]
+        return [self._memory[start : start + header.layers * pool.layer_bytes] for start in starts]
 
     def landed(self, expected: StreamExpected, num_bytes: int) -> None:
         """A whole frame is in its rows."""
@@ -275,8 +283,11 @@ class ReceivingStream:
         encoded = bytearray(seal.header_bytes(prefix))
         self._fill([memoryview(encoded)])
         header = seal.open(prefix, encoded)
-        if header.length > self._receiver.pool.num_blocks * self._receiver.pool.layer_bytes:
-            raise Refused("malformed", f"a frame of {header.length} bytes is more than one layer of the pool")
+        pool = self._receiver.pool
+        if header.length > pool.num_blocks * pool.layer_bytes * min(max(header.layers, 1), pool.num_layers):
+            raise Refused(
+                "malformed", f"a frame of {header.length} bytes is more than {header.layers} layers of the pool"
+            )
         try:
             expected = self._receiver.admit(header)
         except (Refused, StaleReference) as error:

@@ -39,11 +39,11 @@ _RUN = 16  # blocks with neighbouring ids that go together
 
 @dataclass(slots=True)
 class Frame:
-    """Rows of one layer that go out together."""
+    """Rows of some layers that go out together."""
 
     transfer_id: str
-    layer: int
-    rows: torch.Tensor  # [num_blocks, layer_bytes] of the source, a view
+    layers: range
+    rows: torch.Tensor  # [num_blocks, bytes of the layers] of the source, a view
     source_blocks: list[int]
     blocks: list[BlockRef]
     ready: torch.cuda.Event | None = None  # when the rows are computed; None on CPU: they are
@@ -168,7 +168,17 @@ class SendingStream:
                 self._copying = False
                 self._changed.notify_all()
         length, checksum = payload.numel(), self._sum(payload)
-        header = Header(FORMAT, frame.transfer_id, self._number, sequence, frame.layer, frame.blocks, length, checksum)
+        header = Header(
+            FORMAT,
+            frame.transfer_id,
+            self._number,
+            sequence,
+            frame.layers.start,
+            frame.blocks,
+            length,
+            checksum,
+            len(frame.layers),
+        )
         self._ship(self._seal.close(header), payload)
         self._count(length)
 
@@ -176,7 +186,7 @@ class SendingStream:
         """Before the first frame on a connection: what it needs. Raises OSError."""
 
     def _copy(self, frame: Frame) -> torch.Tensor:
-        """The payload [blocks * layer_bytes], uint8."""
+        """The payload [blocks * bytes of the layers], uint8."""
         rows = frame.rows.numpy()
         payload = np.empty((len(frame.blocks), rows.shape[1]), np.uint8)
         for place, block in enumerate(frame.source_blocks):
@@ -282,23 +292,35 @@ class TcpSender(SenderConnector):
         blocks: Sequence[BlockRef],
     ) -> int:
         """Queues the frames."""
+        return self._queue(transfer_id, range(layer, layer + 1), source, source_blocks, blocks)
+
+    def _queue(
+        self,
+        transfer_id: str,
+        layers: range,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        blocks: Sequence[BlockRef],
+    ) -> int:
+        """The bytes. A layer of a block must always go with the same others, or on a single stream: in order."""
         pool = self._pool
-        pool.check_push(range(layer, layer + 1), source, source_blocks, blocks)
-        rows, ready = source[:, layer].flatten(1).view(torch.uint8), self._ready(source)
+        pool.check_push(layers, source, source_blocks, blocks)
+        rows, ready = source[:, layers.start : layers.stop].flatten(1).view(torch.uint8), self._ready(source)
+        row_bytes = len(layers) * pool.layer_bytes
         shares: dict[int, Frame] = {}
-        most = max(1, min(MAX_BLOCKS, self._frame_bytes // pool.layer_bytes))
+        most = max(1, min(MAX_BLOCKS, self._frame_bytes // row_bytes))
         for source_block, ref in zip(source_blocks, blocks, strict=True):
-            number = (ref.block_id // _RUN + layer) % len(self._streams)
+            number = (ref.block_id // _RUN + layers.start) % len(self._streams)
             frame = shares.get(number)
             if frame is None or len(frame.blocks) == most:
                 if frame is not None:
                     self._streams[number].put(frame)
-                frame = shares[number] = Frame(transfer_id, layer, rows, [], [], ready)
+                frame = shares[number] = Frame(transfer_id, layers, rows, [], [], ready)
             frame.source_blocks.append(source_block)
             frame.blocks.append(ref)
         for number, frame in shares.items():
             self._streams[number].put(frame)
-        return len(blocks) * pool.layer_bytes
+        return len(blocks) * row_bytes
 
     def _ready(self, source: torch.Tensor) -> torch.cuda.Event | None:
         """When what was computed of `source` so far is there; None: it is. Raises ConnectorError if it is elsewhere."""

@@ -20,7 +20,7 @@ import msgspec
 from kv_transfer.connectors.frames import Refused
 from kv_transfer.references import BlockRef
 
-FORMAT = 1
+FORMAT = 2
 MAX_HEADER = 1 << 17
 MAX_BLOCKS = 1024  # of a frame: what one call of the kernel scatters into
 MAX_STREAMS = 16  # of a sender
@@ -37,16 +37,17 @@ class StreamLost(OSError):
 
 
 class Header(msgspec.Struct, array_like=True, frozen=True):
-    """One frame: `length` bytes for one layer of `blocks`."""
+    """One frame: `length` bytes for some layers of `blocks`."""
 
     format: int
     transfer_id: str
     stream: int  # of the sender's streams; the frames of a row all take the same one
     sequence: int  # of the frame within its transfer and stream, from 0
-    layer: int
+    layer: int  # the first
     blocks: list[BlockRef]
     length: int
     checksum: int  # xxh3_64 of the payload
+    layers: int = 1  # how many
 
 
 class Seal:

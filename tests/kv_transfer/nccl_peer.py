@@ -39,8 +39,8 @@ def main() -> None:
             if connector is None:
                 connector = DistributedSender(command.description, command.layout, b"k" * 32, device)
             while command.repeat == 0 or rounds < command.repeat:
-                for layer in range(command.shape[1]):
-                    connector.push(command.transfer_id, layer, cache, command.source_blocks, command.blocks)
+                for layers in (range(1), range(1, command.shape[1])):
+                    connector.push_layers(command.transfer_id, layers, cache, command.source_blocks, command.blocks)
                 rounds += 1
                 connector.flush(command.transfer_id)
                 if rounds == 1:

@@ -100,7 +100,7 @@ def message(
     """A good frame of one layer of REFS, but for `changes`."""
     blocks = changes.get("blocks", REFS)
     data = payload if payload is not None else b"\x01" * (ROW * len(blocks))  # type: ignore[arg-type]
-    header = {"format": 1, "transfer_id": "r/0", "stream": 0, "sequence": 0, "layer": 0, "blocks": blocks}
+    header = {"format": tcp_wire.FORMAT, "transfer_id": "r/0", "stream": 0, "sequence": 0, "layer": 0, "blocks": blocks}
     header |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)} | changes
     encoded = msgspec.msgpack.encode(list(header.values()))
     return encoded[: len(encoded) - without], (b"\x02" + data[1:] if damaged else data)
@@ -133,6 +133,10 @@ def wire(shared_wire: Wire) -> Wire:
         (message(length=-1), "malformed"),
         (message(length=BLOCKS * ROW + 1), "malformed"),
         (message(length=2**63), "malformed"),
+        (message(layers=0), "range"),
+        (message(layers=LAYERS + 1), "range"),
+        (message(layers=LAYERS), "length"),
+        (message(b"\1" * 4 * ROW, layer=LAYERS - 1, layers=2), "range"),
         (message(b"", blocks=ref() * (tcp_wire.MAX_BLOCKS + 1)), "malformed"),
         *((message(**changes), kind) for changes, kind in HEADER_FAULTS),
     ],
@@ -181,6 +185,17 @@ def test_frame_counts_once(wire: Wire) -> None:
     wire.tensor.zero_()
     wire.settle()
     assert not wire.tensor.any()
+
+
+def test_a_frame_of_several_layers(wire: Wire) -> None:
+    wire.receiver.expect("r/0", REFS)
+    data = os.urandom(4 * ROW)
+    wire.send(*message(data, layers=2))
+    wire.settle()
+    assert wire.tensor[[0, 2]].view(torch.uint8).flatten().tolist() == list(data)
+    assert not wire.tensor[1].any()
+    assert wire.receiver.bytes_landed("r/0") == 4 * ROW
+    wire.receiver.finish("r/0")
 
 
 def test_frames_in_pieces_arrive_whole(wire: Wire) -> None:
@@ -449,7 +464,7 @@ junk = st.recursive(
 headers = st.fixed_dictionaries(
     {},
     optional={
-        "format": junk | st.just(1),
+        "format": junk | st.just(tcp_wire.FORMAT),
         "transfer_id": junk | st.just("r/0"),
         "stream": junk | st.integers(-1, 2),
         "sequence": junk | st.integers(-2, 2),
@@ -474,7 +489,13 @@ def test_nothing_off_is_ever_written(wire: Wire, batch: list[tuple[bytes | dict[
     for header, payload, sealed in batch:
         if isinstance(header, dict):
             fields = dict(
-                format=1, transfer_id="r/0", stream=0, sequence=0, layer=0, blocks=ref(1), length=len(payload)
+                format=tcp_wire.FORMAT,
+                transfer_id="r/0",
+                stream=0,
+                sequence=0,
+                layer=0,
+                blocks=ref(1),
+                length=len(payload),
             )
             header = msgspec.msgpack.encode(list((fields | header | {"checksum": 1}).values()))
         try:
