@@ -9,12 +9,24 @@ from engine.request import Request, TokenLogprob
 from kv_transfer.references import BlockRef
 
 
+class PrefixSource(msgspec.Struct, frozen=True):
+    """A worker in whose cache the first `tokens` of a prompt are believed to be."""
+
+    name: str
+    incarnation: str
+    address: str  # host:port
+    tokens: int
+
+
 class Order(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: compute this prompt and write its KV into these blocks.
+    """Receiver to sender: compute this prompt and write its KV into these blocks.
 
     `blocks[i]` is the destination of prompt block `skip_blocks + i`; the blocks before are cached at the receiver. They
     are blocks of the receiver's size, and where it has several ranks there is a page of each for every block, in turn.
     Bytes are taken from `connector`, until the writer asks for a switch.
+
+    `cached_only`: a fetch. Nothing is computed; the writer sends as many leading blocks as it has cached, or refuses.
+    `source`: where the writer may fetch leading blocks itself, before it computes.
     """
 
     transfer_id: str
@@ -24,6 +36,8 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     reply_to: str
     lease_seconds: float
     connector: str = ""
+    cached_only: bool = False
+    source: PrefixSource | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -32,34 +46,34 @@ class Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class Renew(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: still wanted."""
+    """Receiver to sender: still wanted."""
 
     transfer_id: str
     lease_seconds: float
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill, positive acknowledgement: the bytes are verified, the source blocks may be freed."""
+    """Receiver to sender, positive acknowledgement: the bytes are verified, the source blocks may be freed."""
 
     transfer_id: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: stop writing and say so."""
+    """Receiver to sender: stop writing and say so."""
 
     transfer_id: str
     reason: str
 
 
 class Switched(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: the connector before is shut out, bytes are taken from that of this turn."""
+    """Receiver to sender: the connector before is shut out, bytes are taken from that of this turn."""
 
     transfer_id: str
     turn: int
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: the bytes of this turn did not all arrive whole. Send them over another connector."""
+    """Receiver to sender: the bytes of this turn did not all arrive whole. Send them over another connector."""
 
     transfer_id: str
     turn: int
@@ -67,14 +81,14 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: the order is queued."""
+    """Sender to receiver: the order is queued."""
 
     transfer_id: str
     lease_seconds: float
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: the first token, usually before the last byte of KV."""
+    """Sender to receiver: the first token, usually before the last byte of KV."""
 
     transfer_id: str
     token_id: int
@@ -83,7 +97,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: bytes were written; renews the receiver's lease."""
+    """Sender to receiver: bytes were written; renews the receiver's lease."""
 
     transfer_id: str
     bytes: int
@@ -91,7 +105,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: nothing is written any more as before; may all be written again over this connector?
+    """Sender to receiver: nothing is written any more as before; may all be written again over this connector?
 
     Turns count the connectors of a transfer, from 0 for the one of the order.
     """
@@ -103,7 +117,9 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: all is written; the sum of each page (`checksums`), in the order of `Order.blocks`.
+    """Sender to receiver: all is written; the sum of each page (`checksums`), in the order of `Order.blocks`.
+
+    Of a fetch perhaps of the leading ones alone: of no other was anything written.
 
     `num_bytes` were pushed in this turn, counting twice what went twice: so much must land before anything is compared.
     `seconds_since_compute`: since the prompt's last layer was computed.
@@ -117,14 +133,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode, negative acknowledgement: it did not work out, and nothing will be written any more."""
+    """Sender to receiver, negative acknowledgement: it did not work out, and nothing will be written any more."""
 
     transfer_id: str
     reason: str
 
 
 class AbortAck(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: nothing will be written any more."""
+    """Sender to receiver: nothing will be written any more."""
 
     transfer_id: str
 

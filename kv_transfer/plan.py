@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 
 from engine.kv_cache import KVCacheSpec
 from kv_transfer.checksums import beside_steps, page_sums
@@ -97,6 +98,16 @@ class TransferPlan:
                 of_ranks = [page_sums(found, range(len(found))) for found in packed]
             sums += [value for block in zip(*of_ranks, strict=True) for value in block]
         return sums
+
+    def leading(self, order: Order, num_tokens: int) -> Order | None:
+        """The order, cut to the receiver's blocks that so many leading tokens fill; None if they fill none of them."""
+        size, ranks = self.destination.block_size, self.destination.ranks
+        num_blocks = min(num_tokens // size - order.skip_blocks, len(order.blocks) // ranks)
+        if num_blocks < 1:
+            return None
+        token_ids = order.request.prompt_token_ids[: (order.skip_blocks + num_blocks) * size]
+        request = replace(order.request, prompt_token_ids=token_ids)
+        return replace(order, request=request, blocks=order.blocks[: num_blocks * ranks])
 
     def _ordered(self, order: Order, start: int, end: int) -> range:
         """Blocks of the receiver that hold tokens `start` to `end` and were ordered."""

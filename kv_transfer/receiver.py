@@ -1,4 +1,4 @@
-"""The decode side of one KV transfer, as a state machine without sockets, threads or a clock of its own.
+"""The receiving side of one KV transfer, as a state machine without sockets, threads or a clock of its own.
 
 Feed it messages, ticks and the fate of its peer; carry out the actions that it returns. What it guarantees: the
 destination blocks go back to their owner only when the writer has said that it is done or has stopped, or is fenced;
@@ -28,6 +28,8 @@ from kv_transfer.messages import (
 )
 from kv_transfer.states import RECEIVER, ReceiverEvent, ReceiverState
 
+TOO_LATE, DAMAGED = "deadline exceeded", "checksum mismatch"  # reasons of failures
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -50,6 +52,13 @@ class Join:
     token_id: int
     logprob: TokenLogprob | None
     cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinPrefix:
+    """Verified: so many pages of the order have landed. The sequence joins the batch; what follows is computed here."""
+
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ class Expect:
     connector: str
 
 
-Action = Send | Verify | Join | Recompute | Detach | ReleaseBlocks | Expect
+Action = Send | Verify | Join | JoinPrefix | Recompute | Detach | ReleaseBlocks | Expect
 
 
 class ReceiverTransfer:
@@ -101,6 +110,7 @@ class ReceiverTransfer:
         self._renew_at = 0.0
         self._resend_at = 0.0
         self._lost: Lost | None = None
+        self._num_pages = 0  # that the writer says it has written
 
     @property
     def transfer_id(self) -> str:
@@ -148,6 +158,7 @@ class ReceiverTransfer:
                 return self._on_switch(message, now)
             case Done() if message.turn == self.turn and self._move(ReceiverEvent.DONE):
                 self.seconds_since_compute = message.seconds_since_compute
+                self._num_pages = len(message.checksums)
                 return [Verify(message)]
             case Failed():
                 self._move(ReceiverEvent.STOPPED)
@@ -155,7 +166,7 @@ class ReceiverTransfer:
             case AbortAck():
                 # Nobody asked: the writer has dropped the transfer on its own.
                 self._move(ReceiverEvent.STOPPED)
-                return [Recompute("the prefill worker stopped")]
+                return [Recompute("the sender stopped")]
         return []
 
     def verified(self, ok: bool, now: float) -> list[Action]:
@@ -163,11 +174,13 @@ class ReceiverTransfer:
         if self.state is not ReceiverState.VERIFYING:
             return []
         if not ok and self._spare:
-            return self._tell_lost("checksum mismatch", now)
-        first = self.first_token
-        self._move(ReceiverEvent.VERIFIED if ok and first is not None else ReceiverEvent.REFUSED)
+            return self._tell_lost(DAMAGED, now)
+        first, fetches = self.first_token, self.order.cached_only
+        self._move(ReceiverEvent.VERIFIED if ok and (fetches or first is not None) else ReceiverEvent.REFUSED)
         if not ok:
-            return [Send(Abort(self.transfer_id, "checksum mismatch")), Recompute("checksum mismatch")]
+            return [Send(Abort(self.transfer_id, DAMAGED)), Recompute(DAMAGED)]
+        if fetches:
+            return [Send(Commit(self.transfer_id)), JoinPrefix(self._num_pages)]
         if first is None:
             # Done overtook the first token, or it was lost: it is computed again, which gives the same one.
             return [Send(Commit(self.transfer_id)), Recompute("no first token")]
@@ -185,7 +198,7 @@ class ReceiverTransfer:
         """The stream to the writer broke. It may be dead, or alive and still writing; unless it is done."""
         if self.state is ReceiverState.VERIFYING:
             return []
-        return self._give_up("the prefill worker is lost", now, recompute=True)
+        return self._give_up("the sender is lost", now, recompute=True)
 
     @property
     def to_be_fenced(self) -> bool:
@@ -210,9 +223,9 @@ class ReceiverTransfer:
         if self.closed:
             return []
         if now >= self._deadline:
-            return self._give_up("deadline exceeded", now, recompute=True)
+            return self._give_up(TOO_LATE, now, recompute=True)
         if self.state is not ReceiverState.VERIFYING and now >= self._lease_ends:
-            return self._give_up("the prefill worker makes no progress", now, recompute=True)
+            return self._give_up("the sender makes no progress", now, recompute=True)
         if now < self._renew_at:
             return []
         self._renew_at = now + self.order.lease_seconds / 3

@@ -37,7 +37,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill:
-    """Compute the prompt, pushing each layer."""
+    """Compute the prompt, pushing each layer; of a fetch push what is cached."""
 
 
 @dataclass(frozen=True, slots=True)

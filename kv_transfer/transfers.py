@@ -1,4 +1,4 @@
-"""The prefill side's transfers by id, and a memory of those that must not start any more.
+"""The sending side's transfers by id, and a memory of those that must not start any more.
 
 A transfer is known by (incarnation of the receiver, transfer id), whatever stream its messages come over: a receiver
 that reconnects speaks to the same transfers. An order that was aborted, refused or carried out leaves a tombstone, so
@@ -52,7 +52,7 @@ class SenderTransfers:
         match message:
             case Order() if key not in self._tombstones:
                 if len(self._transfers) >= self._max_transfers:
-                    refusal = "the prefill worker has too many transfers"
+                    refusal = "the sender has too many transfers"
                 if refusal is not None:
                     self._bury(key, now)
                     return None, [Reply(Failed(message.transfer_id, refusal))]

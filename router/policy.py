@@ -19,6 +19,9 @@ class Candidate:
     cached_blocks: int  # leading blocks of this request that it holds
     expected_blocks: int  # that it holds or will hold soon, by the requests under way there; not less than the former
     full: bool = False  # requests wait there for KV blocks
+    layout: str = ""  # of its blocks
+    prefill_rate: float | None = None  # tokens per second that it computes of prompts; None: not measured
+    fetch_rate: float | None = None  # that it fetches from others; 0: it cannot
 
     @property
     def cached_tokens(self) -> int:
@@ -62,6 +65,11 @@ class Decision:
     prefill: Candidate | None
     way: Way
     reason: str  # in words
+
+    @property
+    def computing(self) -> Candidate:
+        """Who computes the prompt."""
+        return self.prefill or self.decode
 
 
 class NoWorker(Exception):

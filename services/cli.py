@@ -99,6 +99,9 @@ def up(
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Shorter uncached prompts are prefilled where they decode.")
     ] = None,
+    fetch_tokens: Annotated[
+        int | None, typer.Option(help="Longer prefixes are fetched from the worker that has them; 0: never.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start a cluster on this machine: gateway, router, workers and cluster state.
@@ -144,6 +147,7 @@ def up(
         connector=connector,
         policy=policy,
         local_prefill_tokens=local_prefill_tokens,
+        fetch_tokens=fetch_tokens,
         log_level=log_level,
     )
     configure("warning", "console")  # the children speak for themselves

@@ -47,6 +47,7 @@ class RouterConfig(ClusterConfig, kw_only=True):
 
     policy: Literal["prefix", "least_outstanding", "round_robin", "random"] = "prefix"
     local_prefill_tokens: int = 32  # shorter uncached prompts are prefilled on the decode worker
+    fetch_tokens: int = 256  # a prefix of so many tokens more is fetched from the worker that has it; 0: never
 
 
 class WorkerConfig(ClusterConfig, kw_only=True):
@@ -104,6 +105,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "request_timeout": (0.001, 86400),
     "worker_wait": (0, 86400),
     "local_prefill_tokens": (0, _NO_LIMIT),
+    "fetch_tokens": (0, _NO_LIMIT),
     "port": (0, 65535),
     "worker_port": (0, 65535),
 }

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from engine.request import KvEventBatch
 from router.expected import ExpectedBlocks
 from router.feed import Feed, Verdict
+from router.fetch import source_for
 from router.index import BlockIndex
 from router.policy import Ask, Candidate, Decision, NoWorker, Way, place
 from router.reservations import Reservation, Reservations
@@ -64,6 +65,9 @@ class RouterMetrics:
             self.placements.labels(way.value)
         for kind in ("predicted", "actual"):
             self.overlap.labels(kind)
+        self.fetches = Counter(
+            "tandem_router_fetches", "Placements with a prefix to be fetched from another worker", registry=registry
+        )
         self.resyncs = Counter("tandem_router_resyncs", "Snapshots taken of workers' caches", registry=registry)
         self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
         self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
@@ -195,6 +199,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 cached_blocks=cached[m.incarnation],
                 expected_blocks=soon[m.incarnation],
                 full=m.load.waiting_for_blocks > 0,
+                layout=m.model.layout,
+                prefill_rate=_measured(m.load, "prefill_tokens_per_second"),
+                fetch_rate=_measured(m.load, "fetch_tokens_per_second"),
             )
             for m in members
         ]
@@ -215,11 +222,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
         except NoWorker as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
-        self._book(request, ask, decision)
+        source = source_for(decision.computing, ask, candidates, fetch_tokens=self._config.fetch_tokens)
+        self._book(request, ask, decision, source)
         if decision.way is Way.ALONE:
             self._say_alone(time.monotonic())
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
-        return self._placement(decision)
+        return self._placement(decision, source)
 
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -245,10 +253,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._say_alone_at = now + _SAY_AGAIN_SECONDS
             log.warning("decode workers compute prompts themselves: no prefill worker is ready")
 
-    def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision) -> None:
+    def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision, source: Candidate | None) -> None:
         now = time.monotonic()
-        computing = decision.prefill or decision.decode
-        uncached = ask.uncached(computing.expected_tokens)
+        computing = decision.computing
+        reused = max(computing.expected_tokens, source.cached_tokens if source else 0)
+        uncached = ask.uncached(reused)
         self._reservations.reserve(
             request.request_id,
             request.attempt,
@@ -267,8 +276,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 if chain.layout == layout:
                     self._expected.expect(worker, chain.block_hashes, now)
         self.metrics.placements.labels(decision.way.value).inc()
+        self.metrics.fetches.inc(source is not None)
 
-    def _placement(self, decision: Decision) -> router_pb2.Placement:
+    def _placement(self, decision: Decision, source: Candidate | None) -> router_pb2.Placement:
         placement = router_pb2.Placement(
             decode=self._endpoint(decision.decode),
             decode_cached_blocks=decision.decode.cached_blocks,
@@ -277,11 +287,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if decision.prefill is not None:
             placement.prefill.CopyFrom(self._endpoint(decision.prefill))
             placement.prefill_cached_blocks = decision.prefill.cached_blocks
+        if source is not None:
+            placement.source.worker.CopyFrom(self._endpoint(source))
+            placement.source.tokens = source.cached_tokens
+            placement.reason += f"; {source.cached_tokens} tokens to be fetched from {placement.source.worker.name}"
         return placement
 
     def _endpoint(self, candidate: Candidate) -> router_pb2.Endpoint:
         member = self._workers[candidate.worker]
         return router_pb2.Endpoint(name=member.name, incarnation=member.incarnation, address=member.grpc_address)
+
+
+def _measured(load: cluster_pb2.Load, name: str) -> float | None:
+    return float(getattr(load, name)) if load.HasField(name) else None
 
 
 async def serve(config: RouterConfig) -> None:

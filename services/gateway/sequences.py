@@ -222,4 +222,5 @@ class Sequence:
             gateway_incarnation=spec.gateway_incarnation,
             prefill=placement.prefill if placement.HasField("prefill") else None,
             worker_incarnation=placement.decode.incarnation,
+            source=placement.source if placement.HasField("source") else None,
         )

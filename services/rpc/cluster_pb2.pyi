@@ -52,18 +52,22 @@ class ModelCard(_message.Message):
     def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., hash_vector: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "free_blocks", "steps", "waiting_for_blocks")
+    __slots__ = ("running", "waiting", "free_blocks", "steps", "waiting_for_blocks", "prefill_tokens_per_second", "fetch_tokens_per_second")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    FETCH_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     free_blocks: int
     steps: int
     waiting_for_blocks: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., waiting_for_blocks: _Optional[int] = ...) -> None: ...
+    prefill_tokens_per_second: float
+    fetch_tokens_per_second: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., steps: _Optional[int] = ..., waiting_for_blocks: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., fetch_tokens_per_second: _Optional[float] = ...) -> None: ...
 
 class MetricsRequest(_message.Message):
     __slots__ = ()

@@ -51,18 +51,28 @@ class Endpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decode", "prefill", "decode_cached_blocks", "prefill_cached_blocks", "reason")
+    __slots__ = ("decode", "prefill", "decode_cached_blocks", "prefill_cached_blocks", "reason", "source")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     decode: Endpoint
     prefill: Endpoint
     decode_cached_blocks: int
     prefill_cached_blocks: int
     reason: str
-    def __init__(self, decode: _Optional[_Union[Endpoint, _Mapping]] = ..., prefill: _Optional[_Union[Endpoint, _Mapping]] = ..., decode_cached_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    source: PrefixSource
+    def __init__(self, decode: _Optional[_Union[Endpoint, _Mapping]] = ..., prefill: _Optional[_Union[Endpoint, _Mapping]] = ..., decode_cached_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+
+class PrefixSource(_message.Message):
+    __slots__ = ("worker", "tokens")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker: Endpoint
+    tokens: int
+    def __init__(self, worker: _Optional[_Union[Endpoint, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "cached_tokens")

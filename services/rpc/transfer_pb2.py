@@ -22,56 +22,57 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from services.rpc import router_pb2 as services_dot_rpc_dot_router__pb2
 from services.rpc import worker_pb2 as services_dot_rpc_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bservices/rpc/transfer.proto\x12\ttandem.v1\x1a\x19services/rpc/worker.proto\"\xc1\x02\n\rReceiverFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12)\n\x05hello\x18\x02 \x01(\x0b\x32\x18.tandem.v1.ReceiverHelloH\x00\x12!\n\x05order\x18\x03 \x01(\x0b\x32\x10.tandem.v1.OrderH\x00\x12!\n\x05renew\x18\x04 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12#\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12!\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\'\n\x08switched\x18\x07 \x01(\x0b\x32\x13.tandem.v1.SwitchedH\x00\x12\x1f\n\x04lost\x18\x08 \x01(\x0b\x32\x0f.tandem.v1.LostH\x00\x12\x10\n\x08\x63hecksum\x18\x0f \x01(\x06\x42\x06\n\x04\x62ody\"\xfa\x02\n\x0bSenderFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x05hello\x18\x02 \x01(\x0b\x32\x16.tandem.v1.SenderHelloH\x00\x12\'\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x13.tandem.v1.ProgressH\x00\x12\x1f\n\x04\x64one\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12#\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12(\n\tabort_ack\x18\x08 \x01(\x0b\x32\x13.tandem.v1.AbortAckH\x00\x12#\n\x06switch\x18\t \x01(\x0b\x32\x11.tandem.v1.SwitchH\x00\x12\x10\n\x08\x63hecksum\x18\x0f \x01(\x06\x42\x06\n\x04\x62ody\"3\n\x0e\x43onnectorOffer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"\x82\x01\n\rReceiverHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12)\n\x06offers\x18\x04 \x03(\x0b\x32\x19.tandem.v1.ConnectorOffer\x12\x0c\n\x04name\x18\x05 \x01(\t\"x\n\x0bSenderHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x06 \x01(\x04\"a\n\x0e\x42lockReference\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x04 \x01(\x0c\"\xc3\x02\n\x05Order\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x13\n\x0bskip_blocks\x18\n \x01(\r\x12)\n\x06\x62locks\x18\x0b \x03(\x0b\x32\x19.tandem.v1.BlockReference\x12\x15\n\rlease_seconds\x18\x0c \x01(\x01\x12\x11\n\tconnector\x18\r \x01(\t\"\x1e\n\x05Renew\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x08\n\x06\x43ommit\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"!\n\x08\x41\x63\x63\x65pted\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x86\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\n\n\x08_logprob\")\n\x08Progress\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x01(\r\"U\n\x04\x44one\x12\x11\n\tchecksums\x18\x01 \x03(\x04\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12\x1d\n\x15seconds_since_compute\x18\x03 \x01(\x01\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08\x41\x62ortAck\"9\n\x06Switch\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x18\n\x08Switched\x12\x0c\n\x04turn\x18\x01 \x01(\r\"$\n\x04Lost\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t2K\n\x08Transfer\x12?\n\x07\x43onnect\x12\x18.tandem.v1.ReceiverFrame\x1a\x16.tandem.v1.SenderFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bservices/rpc/transfer.proto\x12\ttandem.v1\x1a\x19services/rpc/router.proto\x1a\x19services/rpc/worker.proto\"\xc1\x02\n\rReceiverFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12)\n\x05hello\x18\x02 \x01(\x0b\x32\x18.tandem.v1.ReceiverHelloH\x00\x12!\n\x05order\x18\x03 \x01(\x0b\x32\x10.tandem.v1.OrderH\x00\x12!\n\x05renew\x18\x04 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x12#\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x11.tandem.v1.CommitH\x00\x12!\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12\'\n\x08switched\x18\x07 \x01(\x0b\x32\x13.tandem.v1.SwitchedH\x00\x12\x1f\n\x04lost\x18\x08 \x01(\x0b\x32\x0f.tandem.v1.LostH\x00\x12\x10\n\x08\x63hecksum\x18\x0f \x01(\x06\x42\x06\n\x04\x62ody\"\xfa\x02\n\x0bSenderFrame\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\'\n\x05hello\x18\x02 \x01(\x0b\x32\x16.tandem.v1.SenderHelloH\x00\x12\'\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x13.tandem.v1.AcceptedH\x00\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\'\n\x08progress\x18\x05 \x01(\x0b\x32\x13.tandem.v1.ProgressH\x00\x12\x1f\n\x04\x64one\x18\x06 \x01(\x0b\x32\x0f.tandem.v1.DoneH\x00\x12#\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x11.tandem.v1.FailedH\x00\x12(\n\tabort_ack\x18\x08 \x01(\x0b\x32\x13.tandem.v1.AbortAckH\x00\x12#\n\x06switch\x18\t \x01(\x0b\x32\x11.tandem.v1.SwitchH\x00\x12\x10\n\x08\x63hecksum\x18\x0f \x01(\x06\x42\x06\n\x04\x62ody\"3\n\x0e\x43onnectorOffer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"\x82\x01\n\rReceiverHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12)\n\x06offers\x18\x04 \x03(\x0b\x32\x19.tandem.v1.ConnectorOffer\x12\x0c\n\x04name\x18\x05 \x01(\t\"x\n\x0bSenderHello\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x13\n\x0bstart_ticks\x18\x06 \x01(\x04\"a\n\x0e\x42lockReference\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x14\n\x0c\x63ontent_hash\x18\x04 \x01(\x0c\"\x91\x03\n\x05Order\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x13\n\x0bskip_blocks\x18\n \x01(\r\x12)\n\x06\x62locks\x18\x0b \x03(\x0b\x32\x19.tandem.v1.BlockReference\x12\x15\n\rlease_seconds\x18\x0c \x01(\x01\x12\x11\n\tconnector\x18\r \x01(\t\x12\x13\n\x0b\x63\x61\x63hed_only\x18\x0e \x01(\x08\x12,\n\x06source\x18\x0f \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x00\x88\x01\x01\x42\t\n\x07_source\"\x1e\n\x05Renew\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"\x08\n\x06\x43ommit\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"!\n\x08\x41\x63\x63\x65pted\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\x86\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12-\n\x0ctop_logprobs\x18\x03 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x15\n\rcached_tokens\x18\x04 \x01(\rB\n\n\x08_logprob\")\n\x08Progress\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06layers\x18\x02 \x01(\r\"U\n\x04\x44one\x12\x11\n\tchecksums\x18\x01 \x03(\x04\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12\x1d\n\x15seconds_since_compute\x18\x03 \x01(\x01\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"\x18\n\x06\x46\x61iled\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\n\n\x08\x41\x62ortAck\"9\n\x06Switch\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x18\n\x08Switched\x12\x0c\n\x04turn\x18\x01 \x01(\r\"$\n\x04Lost\x12\x0c\n\x04turn\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t2K\n\x08Transfer\x12?\n\x07\x43onnect\x12\x18.tandem.v1.ReceiverFrame\x1a\x16.tandem.v1.SenderFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RECEIVERFRAME']._serialized_start=70
-  _globals['_RECEIVERFRAME']._serialized_end=391
-  _globals['_SENDERFRAME']._serialized_start=394
-  _globals['_SENDERFRAME']._serialized_end=772
-  _globals['_CONNECTOROFFER']._serialized_start=774
-  _globals['_CONNECTOROFFER']._serialized_end=825
-  _globals['_RECEIVERHELLO']._serialized_start=828
-  _globals['_RECEIVERHELLO']._serialized_end=958
-  _globals['_SENDERHELLO']._serialized_start=960
-  _globals['_SENDERHELLO']._serialized_end=1080
-  _globals['_BLOCKREFERENCE']._serialized_start=1082
-  _globals['_BLOCKREFERENCE']._serialized_end=1179
-  _globals['_ORDER']._serialized_start=1182
-  _globals['_ORDER']._serialized_end=1505
-  _globals['_RENEW']._serialized_start=1507
-  _globals['_RENEW']._serialized_end=1537
-  _globals['_COMMIT']._serialized_start=1539
-  _globals['_COMMIT']._serialized_end=1547
-  _globals['_ABORT']._serialized_start=1549
-  _globals['_ABORT']._serialized_end=1572
-  _globals['_ACCEPTED']._serialized_start=1574
-  _globals['_ACCEPTED']._serialized_end=1607
-  _globals['_TOKENLOGPROB']._serialized_start=1609
-  _globals['_TOKENLOGPROB']._serialized_end=1658
-  _globals['_FIRSTTOKEN']._serialized_start=1661
-  _globals['_FIRSTTOKEN']._serialized_end=1795
-  _globals['_PROGRESS']._serialized_start=1797
-  _globals['_PROGRESS']._serialized_end=1838
-  _globals['_DONE']._serialized_start=1840
-  _globals['_DONE']._serialized_end=1925
-  _globals['_FAILED']._serialized_start=1927
-  _globals['_FAILED']._serialized_end=1951
-  _globals['_ABORTACK']._serialized_start=1953
-  _globals['_ABORTACK']._serialized_end=1963
-  _globals['_SWITCH']._serialized_start=1965
-  _globals['_SWITCH']._serialized_end=2022
-  _globals['_SWITCHED']._serialized_start=2024
-  _globals['_SWITCHED']._serialized_end=2048
-  _globals['_LOST']._serialized_start=2050
-  _globals['_LOST']._serialized_end=2086
-  _globals['_TRANSFER']._serialized_start=2088
-  _globals['_TRANSFER']._serialized_end=2163
+  _globals['_RECEIVERFRAME']._serialized_start=97
+  _globals['_RECEIVERFRAME']._serialized_end=418
+  _globals['_SENDERFRAME']._serialized_start=421
+  _globals['_SENDERFRAME']._serialized_end=799
+  _globals['_CONNECTOROFFER']._serialized_start=801
+  _globals['_CONNECTOROFFER']._serialized_end=852
+  _globals['_RECEIVERHELLO']._serialized_start=855
+  _globals['_RECEIVERHELLO']._serialized_end=985
+  _globals['_SENDERHELLO']._serialized_start=987
+  _globals['_SENDERHELLO']._serialized_end=1107
+  _globals['_BLOCKREFERENCE']._serialized_start=1109
+  _globals['_BLOCKREFERENCE']._serialized_end=1206
+  _globals['_ORDER']._serialized_start=1209
+  _globals['_ORDER']._serialized_end=1610
+  _globals['_RENEW']._serialized_start=1612
+  _globals['_RENEW']._serialized_end=1642
+  _globals['_COMMIT']._serialized_start=1644
+  _globals['_COMMIT']._serialized_end=1652
+  _globals['_ABORT']._serialized_start=1654
+  _globals['_ABORT']._serialized_end=1677
+  _globals['_ACCEPTED']._serialized_start=1679
+  _globals['_ACCEPTED']._serialized_end=1712
+  _globals['_TOKENLOGPROB']._serialized_start=1714
+  _globals['_TOKENLOGPROB']._serialized_end=1763
+  _globals['_FIRSTTOKEN']._serialized_start=1766
+  _globals['_FIRSTTOKEN']._serialized_end=1900
+  _globals['_PROGRESS']._serialized_start=1902
+  _globals['_PROGRESS']._serialized_end=1943
+  _globals['_DONE']._serialized_start=1945
+  _globals['_DONE']._serialized_end=2030
+  _globals['_FAILED']._serialized_start=2032
+  _globals['_FAILED']._serialized_end=2056
+  _globals['_ABORTACK']._serialized_start=2058
+  _globals['_ABORTACK']._serialized_end=2068
+  _globals['_SWITCH']._serialized_start=2070
+  _globals['_SWITCH']._serialized_end=2127
+  _globals['_SWITCHED']._serialized_start=2129
+  _globals['_SWITCHED']._serialized_end=2153
+  _globals['_LOST']._serialized_start=2155
+  _globals['_LOST']._serialized_end=2191
+  _globals['_TRANSFER']._serialized_start=2193
+  _globals['_TRANSFER']._serialized_end=2268
 # @@protoc_insertion_point(module_scope)

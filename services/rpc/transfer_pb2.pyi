@@ -1,3 +1,4 @@
+from services.rpc import router_pb2 as _router_pb2
 from services.rpc import worker_pb2 as _worker_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -104,7 +105,7 @@ class BlockReference(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., content_hash: _Optional[bytes] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds", "connector")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds", "connector", "cached_only", "source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +119,8 @@ class Order(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
+    CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -131,7 +134,9 @@ class Order(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[BlockReference]
     lease_seconds: float
     connector: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockReference, _Mapping]]] = ..., lease_seconds: _Optional[float] = ..., connector: _Optional[str] = ...) -> None: ...
+    cached_only: bool
+    source: _router_pb2.PrefixSource
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockReference, _Mapping]]] = ..., lease_seconds: _Optional[float] = ..., connector: _Optional[str] = ..., cached_only: _Optional[bool] = ..., source: _Optional[_Union[_router_pb2.PrefixSource, _Mapping]] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("lease_seconds",)

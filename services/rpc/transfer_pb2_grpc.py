@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TransferStub:
-    """Control of KV transfers between one decode worker (receiver) and one prefill worker (sender).
+    """Control of KV transfers between a receiver and a sender: a decode worker and a prefill worker, or any two of which one
+    fetches what the other has cached.
     One stream per pair carries all their transfers. The bytes themselves go over a connector.
     """
 
@@ -44,7 +45,8 @@ class TransferStub:
 
 
 class TransferServicer:
-    """Control of KV transfers between one decode worker (receiver) and one prefill worker (sender).
+    """Control of KV transfers between a receiver and a sender: a decode worker and a prefill worker, or any two of which one
+    fetches what the other has cached.
     One stream per pair carries all their transfers. The bytes themselves go over a connector.
     """
 
@@ -71,7 +73,8 @@ def add_TransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Transfer:
-    """Control of KV transfers between one decode worker (receiver) and one prefill worker (sender).
+    """Control of KV transfers between a receiver and a sender: a decode worker and a prefill worker, or any two of which one
+    fetches what the other has cached.
     One stream per pair carries all their transfers. The bytes themselves go over a connector.
     """
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc import router_pb2 as services_dot_rpc_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/worker.proto\x12\ttandem.v1\x1a\x19services/rpc/router.proto\"\xc2\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x36\n\nlogit_bias\x18\n \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xd1\x02\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x1b\n\x13gateway_incarnation\x18\n \x01(\t\x12)\n\x07prefill\x18\x0b \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1a\n\x12worker_incarnation\x18\x0c \x01(\tB\n\n\x08_prefill\"\r\n\x0bSubmitReply\"C\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x16\n\x14\x43\x61\x63heSnapshotRequest\"Q\n\x12\x43\x61\x63heSnapshotReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\"6\n\x0cSleepRequest\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"1\n\nSleepReply\x12\x12\n\nwas_asleep\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\r\n\x0bWakeRequest\"/\n\tWakeReply\x12\x11\n\twas_awake\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\x87\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.tandem.v1.SubmitRequest\x1a\x16.tandem.v1.SubmitReply\x12\x37\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x15.tandem.v1.AbortReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply\x12O\n\rCacheSnapshot\x12\x1f.tandem.v1.CacheSnapshotRequest\x1a\x1d.tandem.v1.CacheSnapshotReply2v\n\x05Sleep\x12\x37\n\x05Sleep\x12\x17.tandem.v1.SleepRequest\x1a\x15.tandem.v1.SleepReply\x12\x34\n\x04Wake\x12\x16.tandem.v1.WakeRequest\x1a\x14.tandem.v1.WakeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/worker.proto\x12\ttandem.v1\x1a\x19services/rpc/router.proto\"\xc2\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x36\n\nlogit_bias\x18\n \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x8a\x03\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x1b\n\x13gateway_incarnation\x18\n \x01(\t\x12)\n\x07prefill\x18\x0b \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1a\n\x12worker_incarnation\x18\x0c \x01(\t\x12,\n\x06source\x18\r \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"\r\n\x0bSubmitReply\"C\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x16\n\x14\x43\x61\x63heSnapshotRequest\"Q\n\x12\x43\x61\x63heSnapshotReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\"6\n\x0cSleepRequest\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"1\n\nSleepReply\x12\x12\n\nwas_asleep\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\r\n\x0bWakeRequest\"/\n\tWakeReply\x12\x11\n\twas_awake\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\x87\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.tandem.v1.SubmitRequest\x1a\x16.tandem.v1.SubmitReply\x12\x37\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x15.tandem.v1.AbortReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply\x12O\n\rCacheSnapshot\x12\x1f.tandem.v1.CacheSnapshotRequest\x1a\x1d.tandem.v1.CacheSnapshotReply2v\n\x05Sleep\x12\x37\n\x05Sleep\x12\x17.tandem.v1.SleepRequest\x1a\x15.tandem.v1.SleepReply\x12\x34\n\x04Wake\x12\x16.tandem.v1.WakeRequest\x1a\x14.tandem.v1.WakeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,31 +39,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=437
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=485
   _globals['_SUBMITREQUEST']._serialized_start=521
-  _globals['_SUBMITREQUEST']._serialized_end=858
-  _globals['_SUBMITREPLY']._serialized_start=860
-  _globals['_SUBMITREPLY']._serialized_end=873
-  _globals['_ABORTREQUEST']._serialized_start=875
-  _globals['_ABORTREQUEST']._serialized_end=942
-  _globals['_ABORTREPLY']._serialized_start=944
-  _globals['_ABORTREPLY']._serialized_end=971
-  _globals['_DRAINREQUEST']._serialized_start=973
-  _globals['_DRAINREQUEST']._serialized_end=1012
-  _globals['_DRAINREPLY']._serialized_start=1014
-  _globals['_DRAINREPLY']._serialized_end=1046
-  _globals['_CACHESNAPSHOTREQUEST']._serialized_start=1048
-  _globals['_CACHESNAPSHOTREQUEST']._serialized_end=1070
-  _globals['_CACHESNAPSHOTREPLY']._serialized_start=1072
-  _globals['_CACHESNAPSHOTREPLY']._serialized_end=1153
-  _globals['_SLEEPREQUEST']._serialized_start=1155
-  _globals['_SLEEPREQUEST']._serialized_end=1209
-  _globals['_SLEEPREPLY']._serialized_start=1211
-  _globals['_SLEEPREPLY']._serialized_end=1260
-  _globals['_WAKEREQUEST']._serialized_start=1262
-  _globals['_WAKEREQUEST']._serialized_end=1275
-  _globals['_WAKEREPLY']._serialized_start=1277
-  _globals['_WAKEREPLY']._serialized_end=1324
-  _globals['_WORKER']._serialized_start=1327
-  _globals['_WORKER']._serialized_end=1590
-  _globals['_SLEEP']._serialized_start=1592
-  _globals['_SLEEP']._serialized_end=1710
+  _globals['_SUBMITREQUEST']._serialized_end=915
+  _globals['_SUBMITREPLY']._serialized_start=917
+  _globals['_SUBMITREPLY']._serialized_end=930
+  _globals['_ABORTREQUEST']._serialized_start=932
+  _globals['_ABORTREQUEST']._serialized_end=999
+  _globals['_ABORTREPLY']._serialized_start=1001
+  _globals['_ABORTREPLY']._serialized_end=1028
+  _globals['_DRAINREQUEST']._serialized_start=1030
+  _globals['_DRAINREQUEST']._serialized_end=1069
+  _globals['_DRAINREPLY']._serialized_start=1071
+  _globals['_DRAINREPLY']._serialized_end=1103
+  _globals['_CACHESNAPSHOTREQUEST']._serialized_start=1105
+  _globals['_CACHESNAPSHOTREQUEST']._serialized_end=1127
+  _globals['_CACHESNAPSHOTREPLY']._serialized_start=1129
+  _globals['_CACHESNAPSHOTREPLY']._serialized_end=1210
+  _globals['_SLEEPREQUEST']._serialized_start=1212
+  _globals['_SLEEPREQUEST']._serialized_end=1266
+  _globals['_SLEEPREPLY']._serialized_start=1268
+  _globals['_SLEEPREPLY']._serialized_end=1317
+  _globals['_WAKEREQUEST']._serialized_start=1319
+  _globals['_WAKEREQUEST']._serialized_end=1332
+  _globals['_WAKEREPLY']._serialized_start=1334
+  _globals['_WAKEREPLY']._serialized_end=1381
+  _globals['_WORKER']._serialized_start=1384
+  _globals['_WORKER']._serialized_end=1647
+  _globals['_SLEEP']._serialized_start=1649
+  _globals['_SLEEP']._serialized_end=1767
 # @@protoc_insertion_point(module_scope)

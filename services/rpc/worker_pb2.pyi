@@ -49,7 +49,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "gateway_incarnation", "prefill", "worker_incarnation")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "gateway_incarnation", "prefill", "worker_incarnation", "source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class SubmitRequest(_message.Message):
     GATEWAY_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -74,7 +75,8 @@ class SubmitRequest(_message.Message):
     gateway_incarnation: str
     prefill: _router_pb2.Endpoint
     worker_incarnation: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., gateway_incarnation: _Optional[str] = ..., prefill: _Optional[_Union[_router_pb2.Endpoint, _Mapping]] = ..., worker_incarnation: _Optional[str] = ...) -> None: ...
+    source: _router_pb2.PrefixSource
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., gateway_incarnation: _Optional[str] = ..., prefill: _Optional[_Union[_router_pb2.Endpoint, _Mapping]] = ..., worker_incarnation: _Optional[str] = ..., source: _Optional[_Union[_router_pb2.PrefixSource, _Mapping]] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ()

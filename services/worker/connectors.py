@@ -23,6 +23,11 @@ Secure = Callable[[zmq.Socket[bytes], bool], None]  # a socket, and whether it i
 _OF_DEVICE = {"cpu": ("shared_memory", "tcp", "zmq", "gloo"), "cuda": ("cuda_ipc", "nccl")}
 
 
+def can_move_kv(config: WorkerConfig) -> bool:
+    """Whether peers can have this worker's KV, or bring theirs."""
+    return config.role != "aggregated" or config.tensor_parallel == 1
+
+
 def check_connector(config: WorkerConfig) -> None:
     """Raises ConfigError where nothing, or not this connector, can move what lies on the worker's device."""
     if config.device == "cuda" and config.tensor_parallel > 1 and config.role != "aggregated":
@@ -31,7 +36,7 @@ def check_connector(config: WorkerConfig) -> None:
             "between workers; run `tandem up --aggregated 1`"
         )
     kinds = _OF_DEVICE[config.device]
-    if config.role != "aggregated" and config.connector not in ("auto", *kinds):
+    if can_move_kv(config) and config.connector not in ("auto", *kinds):
         raise ConfigError(
             f"connector {config.connector}: with device {config.device} KV moves by {' or '.join(kinds)}; "
             "auto takes the first that works"
@@ -46,10 +51,13 @@ def offered(
     stream_key: bytes,
     secure: Secure,
 ) -> list[ReceiverConnector]:
-    """What a decode worker offers its peers, best first. `segment`: shared memory that the pool lies in.
+    """What a worker offers its peers, best first. `segment`: shared memory that the pool lies in.
 
+    Aggregated workers on CUDA devices offer nothing: they can sleep, and then no peer may have mapped their memory.
     Raises ConnectorError if the one that the configuration names does not work here.
     """
+    if not can_move_kv(config) or (config.role == "aggregated" and config.device == "cuda"):
+        return []
     tensor, generation, host = engine.pages.tensor, engine.generation, config.bind
     make: dict[str, Callable[[], ReceiverConnector]] = {
         "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key),

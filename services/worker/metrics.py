@@ -49,6 +49,15 @@ class WorkerMetrics:
             buckets=_SECONDS,
         )
         self.transfers = Counter("tandem_kv_transfers", "KV transfers by outcome", ["outcome"], registry=registry)
+        self.fetches = Counter(
+            "tandem_kv_fetches",
+            "Fetches of prefixes that a peer has cached, by outcome; all but those committed are computed here",
+            ["outcome"],
+            registry=registry,
+        )
+        self.fetched_blocks = Counter(
+            "tandem_kv_fetched_blocks", "KV blocks that came from a peer's cache", registry=registry
+        )
         self.connector_fallbacks = Counter(
             "tandem_kv_connector_fallbacks",
             "KV transfers that went on over another connector, as theirs failed",
@@ -66,7 +75,7 @@ class WorkerMetrics:
             "tandem_kv_blocks_orphaned", "KV blocks held for no request and no transfer", registry=registry
         )
         self.running = Gauge("tandem_worker_requests", "Requests on this worker by state", ["state"], registry=registry)
-        for source in ("computed", "local_cache", "transferred"):
+        for source in ("computed", "local_cache", "fetched", "transferred"):
             self.prompt_tokens.labels(source)
         for kind in ("decode", "prefill", "mixed", "empty"):
             self.steps.labels(kind)
@@ -74,6 +83,8 @@ class WorkerMetrics:
             self.refused_frames.labels("control", kind)
         for outcome in ("committed", "recomputed", "aborted"):
             self.transfers.labels(outcome)
+        for outcome in ("committed", "refused", "late", "lost", "damaged", "unreachable", "no room", "aborted"):
+            self.fetches.labels(outcome)
 
     def watch(self, connector: str, counters: ConnectorCounters) -> None:
         """Exports what this end of a connector refuses."""
@@ -88,7 +99,8 @@ class WorkerMetrics:
             computed = max(0, min(entry.end, sequence.num_prompt_tokens) - entry.start)
             self.prompt_tokens.labels("computed").inc(computed)
             if computed and entry.start == sequence.num_cached_tokens:  # its first chunk
-                self.prompt_tokens.labels("local_cache").inc(entry.start)
+                self.prompt_tokens.labels("fetched").inc(sequence.num_fetched_tokens)
+                self.prompt_tokens.labels("local_cache").inc(entry.start - sequence.num_fetched_tokens)
         for item in output.outputs:
             self.generated_tokens.inc(len(item.token_ids))
 

@@ -1,4 +1,4 @@
-"""The decode side of KV transfers: orders prefills from peers and brings their KV into the engine.
+"""The receiving side of KV transfers: orders prompts, or what is cached of them, from peers, and has the engine use it.
 
 Carries out what `kv_transfer.receiver` decides. Everything here runs on the event loop; the engine is called through
 its thread.
@@ -8,67 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-import grpc
-import grpc.aio
+import msgspec
 import structlog
 
+from engine.engine import Reservation
 from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.checksums import page_sums
-from kv_transfer.connectors.base import ReceiverConnector, SenderIdentity
-from kv_transfer.messages import Done, FirstToken, Order, Switch, ToSender
+from kv_transfer.connectors.base import ReceiverConnector
+from kv_transfer.messages import Done, FirstToken, Order, PrefixSource, Switch, ToSender
 from kv_transfer.references import BlockRef
 from kv_transfer.states import ReceiverState
-from services.rpc import router_pb2, transfer_pb2, transfer_pb2_grpc
-from services.rpc_server import make_channel
+from services.rpc import router_pb2, transfer_pb2
 from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
+from services.worker.links import Link, Links
 from services.worker.metrics import WorkerMetrics
+from services.worker.prefix_costs import PrefixCosts
 from services.worker.room import Room
 from services.worker.timelines import Timeline, Timelines
-from services.worker.transfer_wire import DamagedFrame, from_sender_frame, opened, sealed, to_receiver_frame
+from services.worker.transfer_wire import from_sender_frame, to_receiver_frame
 
 log = structlog.get_logger()
 
-_CONNECT_SECONDS = 2.0
-_PAUSE_SECONDS = 1.0  # after a handshake that failed: prompts are computed here meanwhile, without another try
 _LEASE_SECONDS = 5.0
 _LATE_BYTES_SECONDS = 5.0  # without another byte after the word that all were sent: the rest will not come
 _POLL_SECONDS = 0.001
-
-
-class LinkLost(Exception):
-    """The prefill worker cannot be reached, or refuses this worker."""
-
-
-@dataclass(slots=True)
-class Link:
-    """The stream to one prefill worker and what its handshake agreed on."""
-
-    peer: router_pb2.Endpoint
-    channel: grpc.aio.Channel
-    call: grpc.aio.StreamStreamCall[transfer_pb2.ReceiverFrame, transfer_pb2.SenderFrame]
-    connector: str  # kind of the one that new transfers begin with
-    sender: SenderIdentity
-    outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None]  # None ends the stream
-    heard_at: float
-    transfers: dict[str, Receiving] = field(default_factory=dict)
-    reader: asyncio.Task[None] | None = None
-
-    def is_silent(self, now: float) -> bool:
-        """Whether nothing has come for a lease although transfers wait: who is alive answers renewals and aborts."""
-        waiting = [r.started for r in self.transfers.values() if r.machine.state is not ReceiverState.VERIFYING]
-        return bool(waiting) and now - max(self.heard_at, min(waiting)) >= _LEASE_SECONDS
+_FETCH_OUTCOMES = {rx.TOO_LATE: "late", rx.DAMAGED: "damaged"}  # of failures, by reason
 
 
 @dataclass(slots=True)
 class Receiving:
     """One transfer under way."""
 
+    request_id: str  # of the engine's reservation
     machine: rx.ReceiverTransfer
     link: Link
     connector: ReceiverConnector  # the one that may write
@@ -77,6 +55,11 @@ class Receiving:
     started: float
     landed_at: float = 0.0
     quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
+
+    @property
+    def fetches(self) -> bool:
+        """Whether it brings what a peer has cached, rather than a prompt that the peer computes."""
+        return self.machine.order.cached_only
 
 
 class KvReceiver:
@@ -93,29 +76,50 @@ class KvReceiver:
         key: ClusterKey | None,
         metrics: WorkerMetrics,
         timelines: Timelines,
+        costs: PrefixCosts,
     ) -> None:
         self._incarnation = incarnation
-        self._name = name
-        self._fingerprint = fingerprint
-        self._layout = layout
         self._engine = engine
         self._connectors = {connector.capabilities.kind: connector for connector in connectors}  # best first
-        self._key = key
         self._metrics = metrics
         self._timelines = timelines
-        self._links: dict[str, asyncio.Task[Link]] = {}  # by the peer's incarnation
-        self._try_again_at: dict[str, float] = {}  # peers whose last handshake failed
+        self._costs = costs
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
-        self._transfers: dict[str, Receiving] = {}
+        self._transfers: dict[str, Receiving] = {}  # by transfer id
+        hello = transfer_pb2.ReceiverHello(incarnation=incarnation, name=name, fingerprint=fingerprint, layout=layout)
+        self._links = Links(hello, self._connectors, key, metrics, self._on_frame, self._on_link_lost)
         self._room = Room(engine, metrics)
         for connector in connectors:
             metrics.watch(connector.capabilities.kind, connector.counters)
 
-    def start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
-        """Has `prefill` compute the request's prompt; falls back to computing it here."""
-        task = asyncio.get_running_loop().create_task(self._start(request, prefill, reply_to))
-        self._starting[request.request_id] = task
-        task.add_done_callback(lambda _: self._starting.pop(request.request_id, None))
+    @property
+    def can_fetch(self) -> bool:
+        """Whether peers have a way into this worker's pool."""
+        return bool(self._connectors)
+
+    def start(
+        self, request: Request, prefill: router_pb2.Endpoint, reply_to: str, source: PrefixSource | None = None
+    ) -> None:
+        """Has `prefill` compute the request's prompt; falls back to computing it here.
+
+        `source`: where `prefill` may fetch leading blocks before.
+        """
+        self._begin(request, self._start(request, prefill, reply_to, source))
+
+    def fetch(self, request: Request, source: PrefixSource, *, hold: bool = False) -> asyncio.Task[None]:
+        """Has the request computed here, behind what comes from `source` sooner than it could be computed.
+
+        `hold` as for `Engine.add`. The task ends when the source is asked, or the request computed without; it raises
+        ValueError for an id that is in use.
+        """
+        return self._begin(request, self._fetch(request, source, hold))
+
+    def _begin(self, request: Request, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        key = request.request_id
+        task = self._starting[key] = asyncio.get_running_loop().create_task(work)
+        # A transfer that has begun has taken its request out, and a later one may be starting under that id.
+        task.add_done_callback(lambda done: self._starting.pop(key) if self._starting.get(key) is done else None)
+        return task
 
     def abort(self, key: str, reason: str) -> bool:
         """Ends the transfer of a request that is not wanted any more. False: there is none, the engine has it."""
@@ -123,10 +127,10 @@ class KvReceiver:
             task.cancel()
             self._engine.post(lambda: self._engine.engine.abort(key))
             return True
-        receiving = self._transfers.get(key)
+        receiving = self._transfers.get(key) or self._transfers.get(_fetch_id(key))
         if receiving is None or receiving.machine.state is ReceiverState.ABORTING:
             return False
-        self._metrics.transfers.labels("aborted").inc()
+        self._count(receiving, "aborted")
         self._carry_out(receiving, receiving.machine.abort(reason, time.monotonic()))
         return True
 
@@ -137,16 +141,20 @@ class KvReceiver:
     def tick(self, now: float) -> None:
         """Leases, deadlines and fencing; several times a second."""
         self._room.freed()
-        self._forget_failed(now)
-        for link in {id(receiving.link): receiving.link for receiving in self._transfers.values()}.values():
-            if not link.call.done() and link.is_silent(now):
-                self._end(link, "the prefill worker is silent")
+        self._links.tick(now)
+        for link in {receiving.link for receiving in self._transfers.values()}:
+            if not link.call.done() and self._is_silent(link, now):
+                self._links.end(link, "the sender is silent")
         for receiving in list(self._transfers.values()):
-            machine = receiving.machine
-            self._carry_out(receiving, machine.on_tick(now))
-            if failure := receiving.connector.failure(machine.transfer_id):
-                self._carry_out(receiving, machine.lost(failure, now))
-            self._fence(receiving)
+            self._tick(receiving)
+
+    def _tick(self, receiving: Receiving) -> None:
+        """One transfer; nothing once it is closed."""
+        machine, now = receiving.machine, time.monotonic()
+        self._carry_out(receiving, machine.on_tick(now))
+        if failure := receiving.connector.failure(machine.transfer_id):
+            self._carry_out(receiving, machine.lost(failure, now))
+        self._fence(receiving)
 
     @property
     def waiting_for_blocks(self) -> int:
@@ -162,25 +170,29 @@ class KvReceiver:
         """Closes all links."""
         for task in list(self._starting.values()):
             task.cancel()
-        for link_task in self._links.values():
-            if link_task.done() and not link_task.cancelled() and link_task.exception() is None:
-                await link_task.result().channel.close()
-            else:
-                link_task.cancel()
+        await self._links.close()
+
+    def _is_silent(self, link: Link, now: float) -> bool:
+        """Whether nothing has come for a lease although transfers wait: who is alive answers renewals and aborts."""
+        own = (receiving for receiving in self._transfers.values() if receiving.link is link)
+        waiting = [receiving.started for receiving in own if receiving.machine.state is not ReceiverState.VERIFYING]
+        return bool(waiting) and now - max(link.heard_at, min(waiting)) >= _LEASE_SECONDS
 
     # Starting a transfer
 
-    async def _start(self, request: Request, prefill: router_pb2.Endpoint, reply_to: str) -> None:
+    async def _start(
+        self, request: Request, prefill: router_pb2.Endpoint, reply_to: str, source: PrefixSource | None
+    ) -> None:
         key = request.request_id
         engine = self._engine.engine
         timeline = self._timelines.open(key, prefill.incarnation, sends=False)
         timeline.mark("arrived")
         reservation = None
         try:
-            await self._link(prefill)  # first: for a peer that is gone nobody has to make room
+            await self._links.to(prefill)  # first: for a peer that is gone nobody has to make room
             timeline.mark("linked", prefill.name)
             reservation = await self._room.reserve(request, timeline)
-            link = await self._link(prefill)  # again: that may have taken long
+            link = await self._links.to(prefill)  # again: that may have taken long
         except asyncio.CancelledError:
             timeline.mark("aborted")
             raise
@@ -191,150 +203,102 @@ class KvReceiver:
             self._metrics.transfers.labels("recomputed").inc()
             await self._engine.call(partial(engine.recompute, key) if reservation else partial(engine.add, request))
             return
-        ranks, num_blocks = engine.kv_cache.spec.ranks, engine.kv_cache.num_blocks
-        blocks = [
+        order = Order(
+            transfer_id=key,
+            request=request,
+            blocks=self._references(reservation),
+            skip_blocks=reservation.num_cached_blocks,
+            reply_to=reply_to,
+            lease_seconds=_LEASE_SECONDS,
+            connector=link.connector,
+            source=source,
+        )
+        self._order(key, order, link, timeline, request.deadline)
+
+    async def _fetch(self, request: Request, source: PrefixSource, hold: bool) -> None:
+        key = request.request_id
+        engine = self._engine.engine
+        timeline = self._timelines.open(_fetch_id(key), source.incarnation, sends=False)
+        timeline.mark("arrived")
+        reservation, outcome, reason = None, "no room", "no room for it, or nothing left to fetch"
+        try:
+            peer = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
+            async with asyncio.timeout(self._costs.computing_seconds(source.tokens)):
+                link = await self._links.to(peer)
+            timeline.mark("linked", source.name)
+            reserve = partial(engine.reserve, request, prefix_tokens=source.tokens, hold=hold)
+            reservation = await self._engine.call(reserve)
+        except asyncio.CancelledError:
+            timeline.mark("aborted")
+            raise
+        except Exception as error:  # whatever it is, the request can still be computed here
+            outcome, reason = "unreachable", str(error) or "no link to the source as soon as it could be computed"
+        if reservation is None:
+            log.info("a prefix is not fetched", request=key, reason=reason)
+            timeline.mark("recomputed", reason)
+            self._metrics.fetches.labels(outcome).inc()
+            await self._engine.call(partial(engine.add, request, hold=hold))
+            return
+        size = engine.kv_cache.spec.block_size
+        token_ids = (request.prompt_token_ids + request.output_token_ids)[: len(reservation.block_ids) * size]
+        seconds = self._costs.computing_seconds(len(token_ids) - reservation.num_cached_tokens)
+        deadline = min(request.deadline, time.monotonic() + seconds)
+        order = Order(
+            transfer_id=_fetch_id(key),
+            request=msgspec.structs.replace(
+                request, request_id=_fetch_id(key), prompt_token_ids=token_ids, output_token_ids=[]
+            ),
+            blocks=self._references(reservation),
+            skip_blocks=reservation.num_cached_blocks,
+            reply_to="",
+            lease_seconds=_LEASE_SECONDS,
+            connector=link.connector,
+            cached_only=True,
+        )
+        receiving = self._order(key, order, link, timeline, deadline)
+        asyncio.get_running_loop().call_at(deadline, self._tick, receiving)
+
+    def _references(self, reservation: Reservation) -> list[BlockRef]:
+        """The pages of all ranks that are to be written, block by block."""
+        spec, num_blocks = self._engine.engine.kv_cache.spec, self._engine.engine.kv_cache.num_blocks
+        return [
             BlockRef(self._incarnation, rank * num_blocks + block_id, generation)
             for block_id, generation in zip(
                 reservation.block_ids[reservation.num_cached_blocks :],
                 reservation.generations[reservation.num_cached_blocks :],
                 strict=True,
             )
-            for rank in range(ranks)
+            for rank in range(spec.ranks)
         ]
-        order = Order(
-            transfer_id=key,
-            request=request,
-            blocks=blocks,
-            skip_blocks=reservation.num_cached_blocks,
-            reply_to=reply_to,
-            lease_seconds=_LEASE_SECONDS,
-            connector=link.connector,
-        )
+
+    def _order(self, key: str, order: Order, link: Link, timeline: Timeline, deadline: float) -> Receiving:
         now = time.monotonic()
-        machine = rx.ReceiverTransfer(order, deadline=request.deadline, spare=self._connectors)
+        machine = rx.ReceiverTransfer(order, deadline=deadline, spare=self._connectors)
         connector = self._connectors[link.connector]
-        receiving = Receiving(machine, link, connector, blocks, timeline, now)
+        receiving = Receiving(key, machine, link, connector, order.blocks, timeline, now)
         timeline.record.connector = link.connector
-        timeline.mark("reserved", f"{len(blocks)} blocks, {order.skip_blocks} cached")
-        connector.expect(key, blocks)
+        timeline.mark("reserved", f"{len(order.blocks)} blocks, {order.skip_blocks} cached")
+        connector.expect(order.transfer_id, order.blocks)
         # From here an abort must find the transfer, not a start that could be called off: the writer is about to write.
         del self._starting[key]
-        self._transfers[key] = link.transfers[key] = receiving
-        self._carry_out(receiving, receiving.machine.start(now))
+        self._transfers[order.transfer_id] = receiving
+        self._carry_out(receiving, machine.start(now))
+        return receiving
 
     # Links
 
-    async def _link(self, peer: router_pb2.Endpoint) -> Link:
-        """The stream to a peer; opened once per incarnation."""
-        task = self._links.get(peer.incarnation)
-        failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
-        if task is None or (failed and time.monotonic() >= self._try_again_at.get(peer.incarnation, 0.0)):
-            task = asyncio.get_running_loop().create_task(self._open(peer))
-            self._links[peer.incarnation] = task
-        return await asyncio.shield(task)
-
-    def _forget_failed(self, now: float) -> None:
-        """Peers that may be tried again, and that are never asked for again if they are gone."""
-        for incarnation in [incarnation for incarnation, due in self._try_again_at.items() if due <= now]:
-            del self._try_again_at[incarnation]
-            task = self._links.get(incarnation)
-            if task is not None and task.done() and (task.cancelled() or task.exception() is not None):
-                del self._links[incarnation]
-
-    async def _open(self, peer: router_pb2.Endpoint) -> Link:
-        channel = make_channel(peer.address, self._key)
-        outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None] = asyncio.Queue()
-        try:
-            link = await self._shake_hands(peer, channel, outbox)
-        except BaseException:
-            outbox.put_nowait(None)
-            self._try_again_at[peer.incarnation] = time.monotonic() + _PAUSE_SECONDS
-            await channel.close()
-            raise
-        self._try_again_at.pop(peer.incarnation, None)
-        link.reader = asyncio.get_running_loop().create_task(self._read(link))
-        return link
-
-    async def _shake_hands(
-        self,
-        peer: router_pb2.Endpoint,
-        channel: grpc.aio.Channel,
-        outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None],
-    ) -> Link:
-        hello = transfer_pb2.ReceiverHello(
-            incarnation=self._incarnation,
-            name=self._name,
-            fingerprint=self._fingerprint,
-            layout=self._layout,
-            offers=[
-                transfer_pb2.ConnectorOffer(kind=connector.capabilities.kind, description=connector.describe())
-                for connector in self._connectors.values()
-            ],
-        )
-        outbox.put_nowait(transfer_pb2.ReceiverFrame(hello=hello))
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                call = transfer_pb2_grpc.TransferStub(channel).Connect(_frames(outbox))
-                answer = await call.read()
-                answered = None if answer is grpc.aio.EOF else opened(answer).hello
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
-            detail = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
-            raise LinkLost(f"{peer.name}: {detail}") from error
-        except DamagedFrame as error:
-            self._metrics.refused_frames.labels("control", "damaged").inc()
-            raise LinkLost(f"{peer.name}: {error}") from error
-        if answered is None or not answered.incarnation:
-            raise LinkLost(f"{peer.name} closed the stream in the handshake")
-        if answered.incarnation != peer.incarnation:
-            raise LinkLost(f"{peer.name} was restarted")
-        if answered.connector not in self._connectors:
-            raise LinkLost(f"{peer.name} chose the connector {answered.connector!r}, which was not offered")
-        sender = SenderIdentity(peer.incarnation, answered.boot_id, answered.pid, answered.start_ticks)
-        log.info("linked", peer=peer.name, connector=answered.connector, reason=answered.reason)
-        return Link(peer, channel, call, answered.connector, sender, outbox, time.monotonic())
-
-    def _end(self, link: Link, reason: str) -> None:
-        """The stream is of no use any more: the next transfer opens another, and connectors with it."""
-        log.warning("link ends", peer=link.peer.name, reason=reason)
-        self._forget(link)
-        link.call.cancel()
-
-    def _forget(self, link: Link) -> None:
-        task = self._links.get(link.peer.incarnation)
-        if task is not None and task.done() and task.result() is link:
-            del self._links[link.peer.incarnation]
-
-    async def _read(self, link: Link) -> None:
-        reason = "the stream ended"
-        try:
-            async for frame in link.call:
-                link.heard_at = time.monotonic()
-                self._on_frame(link, opened(frame))
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or str(error.code())
-        except DamagedFrame as error:
-            self._metrics.refused_frames.labels("control", "damaged").inc()
-            reason = str(error)
-        except asyncio.CancelledError:
-            reason = "closed"
-        except Exception as error:  # its transfers must not wait for a stream that nobody reads
-            log.exception("a KV link failed", peer=link.peer.name)
-            reason = repr(error)
-        log.info("link lost", peer=link.peer.name, reason=reason)
-        self._forget(link)
-        link.outbox.put_nowait(None)
+    def _on_link_lost(self, link: Link) -> None:
         now = time.monotonic()
-        for receiving in list(link.transfers.values()):
+        for receiving in [receiving for receiving in self._transfers.values() if receiving.link is link]:
             self._carry_out(receiving, receiving.machine.on_peer_lost(now))
             self._fence(receiving)
-        await link.channel.close()
 
     def _on_frame(self, link: Link, frame: transfer_pb2.SenderFrame) -> None:
-        receiving = link.transfers.get(frame.transfer_id)
+        receiving = self._transfers.get(frame.transfer_id)
         message = from_sender_frame(frame)
         if message is None:
             return
-        if receiving is None:
+        if receiving is None or receiving.link is not link:
             self._metrics.refused_frames.labels("control", "unknown").inc()
             for answer in rx.answer_unknown(message):
                 self._send(link, answer.message)
@@ -354,10 +318,10 @@ class KvReceiver:
 
     def _carry_out(self, receiving: Receiving, actions: list[rx.Action]) -> None:
         engine = self._engine.engine
-        key = receiving.machine.transfer_id
-        closed = receiving.machine.closed and key in self._transfers
+        key, transfer_id = receiving.request_id, receiving.machine.transfer_id
+        closed = receiving.machine.closed and self._transfers.get(transfer_id) is receiving
         if closed:
-            receiving.connector.finish(key)  # before the blocks are handed to anybody else
+            receiving.connector.finish(transfer_id)  # before the blocks are handed to anybody else
         for action in actions:
             match action:
                 case rx.Send(message):
@@ -370,22 +334,26 @@ class KvReceiver:
                     receiving.timeline.mark("verified")
                     handoff = partial(engine.commit_handoff, key, token_id, logprob, cached_tokens)
                     self._engine.post(partial(self._commit, receiving, handoff))
+                case rx.JoinPrefix(num_pages):
+                    receiving.timeline.mark("verified")
+                    num_blocks = num_pages // engine.kv_cache.spec.ranks
+                    seconds = receiving.landed_at - receiving.started
+                    self._costs.fetched(num_blocks * engine.kv_cache.spec.block_size, seconds)
+                    self._engine.post(partial(self._commit_prefix, receiving, num_blocks))
                 case rx.Recompute(reason):
-                    log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
-                    self._metrics.transfers.labels("recomputed").inc()
-                    receiving.timeline.mark("recomputed", reason)
+                    self._recomputed(receiving, reason, "refused")
                     self._engine.post(partial(engine.recompute, key))
                 case rx.Detach(reason, recompute):
                     if recompute:
-                        log.warning("KV transfer failed, the prompt is computed here", request=key, reason=reason)
-                        self._metrics.transfers.labels("recomputed").inc()
-                    receiving.timeline.mark("recomputed" if recompute else "aborted", reason)
+                        self._recomputed(receiving, reason, "lost")
+                    else:
+                        receiving.timeline.mark("aborted", reason)
                     ranks = engine.kv_cache.spec.ranks
                     receiving.quarantine = [ref.block_id for ref in receiving.blocks[::ranks]]
                     self._engine.post(partial(engine.detach, key, then_wait=recompute))
                 case rx.Expect(kind):
                     receiving.connector = self._connectors[kind]
-                    receiving.connector.expect(key, receiving.blocks)
+                    receiving.connector.expect(transfer_id, receiving.blocks)
                     receiving.link.connector = receiving.timeline.record.connector = kind
                     receiving.timeline.mark("connector", kind)
                 case rx.ReleaseBlocks():
@@ -393,8 +361,21 @@ class KvReceiver:
                     blocks, receiving.quarantine = receiving.quarantine, []
                     self._engine.post(partial(engine.release_blocks, blocks))
         if closed:
-            del self._transfers[key]
-            receiving.link.transfers.pop(key, None)
+            del self._transfers[transfer_id]
+
+    def _recomputed(self, receiving: Receiving, reason: str, otherwise: str) -> None:
+        """A transfer has failed. `otherwise`: what that counts as for a fetch, where the reason is none of its own."""
+        receiving.timeline.mark("recomputed", reason)
+        log.warning("KV transfer failed, the prompt is computed here", request=receiving.request_id, reason=reason)
+        if not receiving.fetches:
+            self._count(receiving, "recomputed")
+            return
+        self._count(receiving, _FETCH_OUTCOMES.get(reason, otherwise))
+        if reason == rx.TOO_LATE:
+            self._costs.fetched(0, time.monotonic() - receiving.started)
+
+    def _count(self, receiving: Receiving, outcome: str) -> None:
+        (self._metrics.fetches if receiving.fetches else self._metrics.transfers).labels(outcome).inc()
 
     def _fence(self, receiving: Receiving) -> None:
         """Shuts out the writer where the machine asks for it."""
@@ -407,17 +388,28 @@ class KvReceiver:
         if not handoff():
             return  # aborted in the meantime
         now = time.monotonic()
-        receiving.timeline.mark("committed")
-        self._metrics.transfers.labels("committed").inc()
-        num_bytes = len(receiving.blocks) * self._engine.engine.kv_cache.spec.block_bytes
-        receiving.timeline.record.bytes = num_bytes
-        self._metrics.transfer_bytes.labels(receiving.connector.capabilities.kind).inc(num_bytes)
+        self._committed(receiving, len(receiving.blocks))
         order = receiving.machine.order
         skipped = order.skip_blocks * self._engine.engine.kv_cache.spec.block_size
         # Of a request that has moved here, output may be cached as well: then nothing of the prompt was transferred.
         self._metrics.prompt_tokens.labels("transferred").inc(max(0, len(order.request.prompt_token_ids) - skipped))
         self._metrics.transfer_seconds.observe(now - receiving.started)
         self._metrics.exposed_seconds.observe(now - receiving.landed_at + receiving.machine.seconds_since_compute)
+
+    def _commit_prefix(self, receiving: Receiving, num_blocks: int) -> None:
+        """Engine thread."""
+        engine = self._engine.engine
+        if not engine.commit_prefix(receiving.request_id, receiving.machine.order.skip_blocks + num_blocks):
+            return  # aborted in the meantime
+        self._committed(receiving, num_blocks * engine.kv_cache.spec.ranks)
+        self._metrics.fetched_blocks.inc(num_blocks)
+
+    def _committed(self, receiving: Receiving, num_pages: int) -> None:
+        receiving.timeline.mark("committed")
+        self._count(receiving, "committed")
+        num_bytes = num_pages * self._engine.engine.kv_cache.spec.block_bytes
+        receiving.timeline.record.bytes = num_bytes
+        self._metrics.transfer_bytes.labels(receiving.connector.capabilities.kind).inc(num_bytes)
 
     async def _verify(self, receiving: Receiving, done: Done) -> None:
         """Waits for what was sent, shuts the writer out, and only then compares: what is right must stay right."""
@@ -435,19 +427,19 @@ class KvReceiver:
             if machine.state is not ReceiverState.VERIFYING:
                 return
             await asyncio.sleep(_POLL_SECONDS)
-        ordered = [ref.block_id for ref in receiving.blocks]
+        # The holder of a prefix may have fewer blocks than were ordered, but not none.
+        count = max(1, len(done.checksums)) if receiving.fetches else len(receiving.blocks)
+        written = [ref.block_id for ref in receiving.blocks[:count]]
         try:
-            ok = await asyncio.to_thread(lambda: page_sums(pages.tensor, ordered) == done.checksums)
+            ok = await asyncio.to_thread(lambda: page_sums(pages.tensor, written) == done.checksums)
         except Exception:  # also what torch and a device raise: the request goes on without these bytes
             log.exception("KV cannot be compared", request=key)
             ok = False
         self._carry_out(receiving, machine.verified(ok, time.monotonic()))
         if is_late and time.monotonic() > late_at and machine.closed:
-            self._end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")
+            self._links.end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")
 
 
-async def _frames(
-    outbox: asyncio.Queue[transfer_pb2.ReceiverFrame | None],
-) -> AsyncIterator[transfer_pb2.ReceiverFrame]:
-    while (frame := await outbox.get()) is not None:
-        yield sealed(frame)
+def _fetch_id(request_id: str) -> str:
+    """A request may be fetched for by a worker while another one, which holds the prefix, has it as well."""
+    return f"{request_id}/fetch"

@@ -1,4 +1,4 @@
-"""The prefill side of KV transfers: computes prompts for decode workers and pushes their KV while it is computed.
+"""The sending side of KV transfers: computes prompts for peers, or takes them from the cache, and pushes their KV.
 
 Carries out what `kv_transfer.sender` decides. Control runs on the event loop; pushes run on the engine thread, right
 after the layer that they push. When a connector fails in mid-transfer, the prompt is computed on while receiver and
@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
 
-from engine.request import Request, TokenOutput
+from engine.request import TokenOutput
 from engine.scheduler import Entry
 from kv_transfer import sender as tx
-from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
-from kv_transfer.connectors.selection import Chosen, Selection
+from kv_transfer.connectors.base import ConnectorError, PushRefused
+from kv_transfer.connectors.selection import Chosen
 from kv_transfer.messages import Order, Renew
-from kv_transfer.plan import PlanError, TransferPlan
-from kv_transfer.process_identity import identify
 from kv_transfer.states import SenderState
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.metrics import WorkerMetrics
+from services.worker.peers import Handshakes, OpenConnector, Peer
+from services.worker.receiving import KvReceiver
 from services.worker.timelines import Timeline, Timelines
 from services.worker.token_publisher import TokenPublisher
 from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, opened, sealed, to_sender_frame
@@ -39,27 +40,17 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Peer:
-    """One decode worker and the stream from it."""
-
-    incarnation: str
-    plan: TransferPlan
-    selection: Selection
-    outbox: asyncio.Queue[transfer_pb2.SenderFrame | None] = field(default_factory=asyncio.Queue)
-    improving: asyncio.Task[None] | None = None  # tries a connector that had failed
-
-
-@dataclass(slots=True)
 class Sending:
     """One transfer under way. The fields below the line belong to the engine thread."""
 
     machine: tx.SenderTransfer
+    order: Order  # what the receiver asked for; of a fetch as much as is cached here
     peer: Peer
     tried: set[str]  # kinds of connectors that the receiver has taken bytes from, or was asked to
     chosen: Chosen
     timeline: Timeline
     switching: bool = False  # from the failure of a connector until pushes go over the next one
-    computed: bool = False  # the first token is there
+    computed: bool = False  # the first token is there, or, of a fetch, what is cached
     seen_out: Chosen | None = None  # what the rest of the bytes is, or was, seen out over
     # ---
     computed_at: float = 0.0  # when the prompt's last layer was
@@ -67,11 +58,6 @@ class Sending:
     used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
     pushed_tokens: list[int] = field(default_factory=list)  # by layer: tokens that were pushed over `used`
     num_bytes: int = 0  # pushed over `used`
-
-    @property
-    def order(self) -> Order:
-        """What the receiver asked for."""
-        return self.machine.order
 
 
 class KvSender(transfer_pb2_grpc.TransferServicer):
@@ -83,21 +69,19 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         fingerprint: str,
         layout: str,
         engine: EngineThread,
-        open_connector: Callable[[str, str, bytes], SenderConnector],
+        open_connector: OpenConnector,
         tokens: TokenPublisher,
         forced_connector: str | None,
         metrics: WorkerMetrics,
         timelines: Timelines,
+        receiver: KvReceiver,
     ) -> None:
-        self._identity = identify(incarnation)
-        self._fingerprint = fingerprint
-        self._layout = layout
+        self._handshakes = Handshakes(incarnation, fingerprint, layout, open_connector, forced_connector, metrics)
         self._engine = engine
-        self._open_connector = open_connector
         self._tokens = tokens
-        self._forced = forced_connector
         self._metrics = metrics
         self._timelines = timelines
+        self._receiver = receiver  # of what prompts begin with, before they are computed
         self._layer_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._transfers = SenderTransfers()
@@ -117,41 +101,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         request_iterator: AsyncIterator[transfer_pb2.ReceiverFrame],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Serves one decode worker until its stream ends.
+        """Serves one peer until its stream ends.
 
         Writes instead of yielding: a generator whose stream was cancelled is ended by the garbage collector, some day.
         """
-        try:
-            hello = opened(await anext(aiter(request_iterator))).hello
-        except (DamagedFrame, StopAsyncIteration) as error:
-            if isinstance(error, DamagedFrame):
-                self._metrics.refused_frames.labels("control", "damaged").inc()
-            await context.abort(grpc.StatusCode.DATA_LOSS, f"no handshake: {error}")
-        if hello.fingerprint != self._fingerprint:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"model {hello.fingerprint}: ours is {self._fingerprint}"
-            )
-        try:
-            plan = TransferPlan(self._layout, hello.layout)
-            selection = await self._select(hello)
-        except (PlanError, ConnectorError) as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        chosen = selection.current
-        log.info("linked", peer=hello.name, connector=chosen.kind, reason=chosen.reason)
-        peer = Peer(hello.incarnation, plan, selection)
-        identity = self._identity
-        answer = transfer_pb2.SenderHello(
-            incarnation=identity.incarnation,
-            connector=chosen.kind,
-            reason=chosen.reason,
-            boot_id=identity.boot_id,
-            pid=identity.pid,
-            start_ticks=identity.start_ticks,
-        )
+        peer = await self._handshakes.shake(request_iterator, context)
         self._peers.append(peer)
         reader = self._loop.create_task(self._read(peer, request_iterator))
         try:
-            await context.write(sealed(transfer_pb2.SenderFrame(hello=answer)))
             while (frame := await peer.outbox.get()) is not None:
                 await context.write(sealed(frame))
         finally:
@@ -161,27 +118,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             while any(sending.peer is peer for sending in self._sending.values()):
                 await asyncio.sleep(0.01)  # pushes end before their connector goes
             self._peers.remove(peer)
-            await asyncio.to_thread(selection.close)
-
-    async def _select(self, hello: transfer_pb2.ReceiverHello) -> Selection:
-        """Opening takes time, and a stream that ends meanwhile must not leave open connectors behind."""
-        offers = [(offer.kind, offer.description) for offer in hello.offers]
-        open_connector = partial(self._open, hello.layout)
-        opening = self._loop.create_task(asyncio.to_thread(Selection, offers, open_connector, self._forced))
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.add_done_callback(self._close_opened)
-            raise
-
-    def _open(self, layout: str, kind: str, description: bytes) -> SenderConnector:
-        connector = self._open_connector(layout, kind, description)
-        self._metrics.watch(kind, connector.counters)
-        return connector
-
-    def _close_opened(self, opening: asyncio.Task[Selection]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            self._loop.run_in_executor(None, opening.result().close)
+            await asyncio.to_thread(peer.selection.close)
 
     def tick(self, now: float) -> None:
         """Leases, and connectors that nobody uses any more; several times a second."""
@@ -220,8 +157,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 # One that ends the answer is no text of it: the decode worker will say both at once.
                 self._tokens.publish(order.reply_to, [first])
             self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
-            sending.computed = True
-            self._start(sending, self._see_out(sending))
+            self._complete(sending)
 
     def on_layers(self, layers: range, entries: Sequence[Entry]) -> None:
         """Engine thread: pushes what was computed of these layers."""
@@ -271,6 +207,21 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         """Whether the engine has stopped computing, so that its peers had better not wait."""
         return now - max(self._engine.last_progress, self._layer_at) > HANG_SECONDS
 
+    def _complete(self, sending: Sending) -> None:
+        """All is there that is to be pushed."""
+        sending.computed = True
+        self._start(sending, self._see_out(sending))
+
+    def _push_rest(self, sending: Sending) -> list[int]:
+        """Engine thread: pushes what is complete and not pushed yet; returns the blocks."""
+        blocks = self._engine.engine.held_blocks(sending.machine.transfer_id)
+        total = sending.order.num_tokens
+        for pushed, group in groupby(range(len(sending.pushed_tokens)), sending.pushed_tokens.__getitem__):
+            layers = list(group)
+            if blocks and pushed < total:  # there are none any more if the request was aborted meanwhile
+                self._push(sending, blocks, range(layers[0], layers[-1] + 1), pushed, total, time.monotonic())
+        return blocks
+
     async def _see_out(self, sending: Sending) -> None:
         """After the last step of a prompt: what is left to push, flush, checksums, Done."""
         key, chosen = sending.machine.transfer_id, sending.chosen
@@ -279,14 +230,6 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         def is_over() -> bool:
             state = sending.machine.state
             return sending.switching or sending.chosen is not chosen or state is not SenderState.PREFILLING
-
-        def push_rest() -> list[int]:
-            blocks = engine.held_blocks(key)
-            total = sending.order.num_tokens
-            for layer, pushed in enumerate(sending.pushed_tokens):
-                if blocks and pushed < total:  # there are none any more if the request was aborted meanwhile
-                    self._push(sending, blocks, range(layer, layer + 1), pushed, total, time.monotonic())
-            return blocks
 
         def flush_and_sum(blocks: list[int]) -> list[int]:
             chosen.connector.flush(key)
@@ -297,7 +240,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         sending.seen_out = chosen
         blocks = list(sending.block_ids)
         if min(sending.pushed_tokens, default=0) < sending.order.num_tokens:
-            blocks = await self._engine.call(push_rest)  # between two steps, which take long
+            blocks = await self._engine.call(partial(self._push_rest, sending))  # between two steps, which take long
             if is_over():
                 return
         try:
@@ -311,7 +254,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 pushed = sending.machine.pushed(checksums, sending.num_bytes, now, now - sending.computed_at)
                 self._carry_out(sending, pushed)
 
-    def _start(self, sending: Sending, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, sending: Sending, work: Awaitable[None]) -> None:
         """Does a part of a transfer. Whatever it raises, the transfer ends, and its receiver does not wait for it."""
 
         async def run() -> None:
@@ -378,12 +321,6 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         if sending.computed:
             await self._see_out(sending)
 
-    async def _improve(self, peer: Peer) -> None:
-        try:
-            await asyncio.to_thread(peer.selection.try_better)
-        except ConnectorError as error:  # the link was closed meanwhile
-            log.debug("no better connector", peer=peer.incarnation, reason=str(error))
-
     def _use(self, sending: Sending) -> None:
         """Engine thread: from now on pushes go over the chosen connector, from the first token on."""
         sending.used = sending.chosen
@@ -405,7 +342,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             return
         refusal = None
         if self.draining or self.asleep:
-            refusal = f"the prefill worker is {'draining' if self.draining else 'asleep'}"
+            refusal = f"the sender is {'draining' if self.draining else 'asleep'}"
         elif isinstance(message, Order) and message.request.request_id != message.transfer_id:
             refusal = f"the order {message.transfer_id!r} is for another request, {message.request.request_id!r}"
         elif message.transfer_id in self._sending:
@@ -425,15 +362,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         if sending is not None:
             self._carry_out(sending, actions)
             return
-        if peer.selection.is_better_due() and (peer.improving is None or peer.improving.done()):
-            peer.improving = self._loop.create_task(self._improve(peer))
+        peer.improve()
         chosen = peer.selection.current
         expected = machine.order.connector
         timeline = self._timelines.open(machine.transfer_id, peer.incarnation, sends=True)
         timeline.record.connector = chosen.kind
         timeline.mark("ordered")
         tried = {expected, chosen.kind}
-        sending = self._sending[machine.transfer_id] = Sending(machine, peer, tried, chosen, timeline)
+        sending = self._sending[machine.transfer_id] = Sending(machine, machine.order, peer, tried, chosen, timeline)
         sending.switching = chosen.kind != expected
         self._carry_out(sending, actions)
         if sending.switching:
@@ -448,6 +384,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                     sending.peer.outbox.put_nowait(to_sender_frame(message))
                 case tx.StartPrefill():
                     self._engine.post(lambda: self._begin(key, sending))
+                    if (source := sending.order.source) is not None:
+                        self._start(sending, self._receiver.fetch(sending.order.request, source, hold=True))
                 case tx.StopPushing():
                     sending.timeline.mark("stopping")
                     self._loop.create_task(self._stop(sending))
@@ -465,15 +403,29 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def _begin(self, key: str, sending: Sending) -> None:
         """Engine thread."""
-        request: Request = sending.order.request
+        order = sending.order
         self._exports[key] = sending
         if not sending.switching:
             self._use(sending)
         try:
-            self._engine.engine.add(request, hold=True)
+            if order.cached_only:
+                self._push_cached(sending)
+            elif order.source is None:
+                self._engine.engine.add(order.request, hold=True)
         except ValueError as error:
             failed = partial(sending.machine.failed, str(error))
             self._loop.call_soon_threadsafe(lambda: self._carry_out(sending, failed()))
+
+    def _push_cached(self, sending: Sending) -> None:
+        """Engine thread. Raises ValueError if nothing is cached that the receiver could use."""
+        sending.computed_at = time.monotonic()
+        num_tokens = self._engine.engine.hold_cached(sending.order.request)
+        cut = sending.peer.plan.leading(sending.order, num_tokens)
+        if cut is None:
+            raise ValueError("no more of it is cached than the receiver has")
+        sending.order = cut
+        self._push_rest(sending)
+        self._loop.call_soon_threadsafe(self._complete, sending)
 
     async def _stop(self, sending: Sending) -> None:
         """Pushes run on the engine thread: after a call there, none is under way and none follows."""
@@ -486,6 +438,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             engine.abort(key)
             return used or sending.chosen
 
+        if sending.order.source is not None:
+            self._receiver.abort(key, "the prompt is not wanted any more")
         used = await self._engine.call(stop)
         await asyncio.to_thread(used.connector.stop, key)
         self._carry_out(sending, sending.machine.stopped())

@@ -35,12 +35,13 @@ from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
 from services.security import cluster_key
-from services.worker.connectors import check_connector, offered, open_sender
+from services.worker.connectors import can_move_kv, check_connector, offered, open_sender
 from services.worker.devices import take_devices
 from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.load_log import LoadLog
 from services.worker.metrics import WorkerMetrics
+from services.worker.prefix_costs import PrefixCosts
 from services.worker.receiving import KvReceiver
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
@@ -90,6 +91,7 @@ class Worker:
         self.metrics = WorkerMetrics()
         self._segment: SharedSegment | None = None
         self._connectors: list[ReceiverConnector] = []
+        self._costs = PrefixCosts()
 
     async def run(self) -> None:
         """Loads, registers, serves, drains."""
@@ -126,10 +128,9 @@ class Worker:
         folder = Path(config.model)
         usual = _USUAL[config.device]
         # Peers reach the caches of all ranks through rank 0.
-        ranks_are_reached = config.tensor_parallel > 1 and config.role != "aggregated"
-        share = config.device == "cpu" and (
-            ranks_are_reached or (config.role == "decode" and config.connector in ("auto", "shared_memory"))
-        )
+        ranks_are_reached = config.tensor_parallel > 1 and can_move_kv(config)
+        is_written = config.connector == "shared_memory" or (config.role == "decode" and config.connector == "auto")
+        share = config.device == "cpu" and (ranks_are_reached or (is_written and can_move_kv(config)))
         told = LoadLog()
         engine = Engine.build(
             folder,
@@ -186,8 +187,7 @@ class Worker:
             self.incarnation, engine.pages.num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout
         )
         stream_key = self._key.kv_streams if self._key else b""
-        if config.role == "decode":
-            self._connectors = offered(config, engine, pool, self._segment, stream_key, self._secure)
+        self._connectors = offered(config, engine, pool, self._segment, stream_key, self._secure)
         open_connector = partial(open_sender, engine.kv_cache.tensor.device, stream_key, self._secure)
         thread = EngineThread(engine, self._on_step, self._on_crash)
         tokens = TokenPublisher(self.incarnation, self._key)
@@ -204,6 +204,7 @@ class Worker:
             self._key,
             self.metrics,
             timelines,
+            self._costs,
         )
         forced = None if config.connector == "auto" else config.connector
         self._sender = KvSender(
@@ -216,6 +217,7 @@ class Worker:
             forced,
             self.metrics,
             timelines,
+            self._receiver,
         )
         self._service = WorkerService(
             self.incarnation,
@@ -231,6 +233,7 @@ class Worker:
         )  # on a device, what computes them is compiled now: not in the first transfer
         if config.role == "prefill":
             engine.on_layers = self._sender.on_layers
+        if can_move_kv(config):
             transfer_pb2_grpc.add_TransferServicer_to_server(self._sender, rpc.server)
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, rpc.server)
         self._member = cluster_pb2.Member(
@@ -282,6 +285,7 @@ class Worker:
             self._events.publish(output.events)
         self._receiver.blocks_freed()
         self.metrics.count_step(output)
+        self._costs.computed(output)
 
     def _on_crash(self, error: BaseException) -> None:
         """A loop that everything leans on failed: a new process starts clean."""
@@ -319,6 +323,11 @@ class Worker:
         self._member.load.free_blocks = stats.free_blocks
         self._member.load.steps = stats.steps
         self._member.load.waiting_for_blocks = self._receiver.waiting_for_blocks
+        if (rate := self._costs.prefill_rate) is not None:
+            self._member.load.prefill_tokens_per_second = rate
+        self._member.load.ClearField("fetch_tokens_per_second")
+        if (rate := self._costs.fetch_rate if self._receiver.can_fetch else 0.0) is not None:
+            self._member.load.fetch_tokens_per_second = rate
         self.metrics.set_load(stats, orphaned)
 
     async def _drain(self, state: ClusterState, rpc: RpcServer) -> None:

@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 import structlog
 
-from engine.request import Request, TokenOutput
+from engine.request import TokenOutput
 from services.rpc import worker_pb2, worker_pb2_grpc
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.receiving import KvReceiver
 from services.worker.token_publisher import TokenPublisher
-from services.worker.wire import request_from_submit, sequence_key
+from services.worker.wire import request_from_submit, sequence_key, source_from_wire
 
 log = structlog.get_logger()
 
@@ -36,7 +36,7 @@ class Admitted:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """What gateway and router call. `receiver` runs the requests whose prompt another worker computes."""
+    """What gateway and router call. `receiver` runs the requests whose prompt, or its beginning, comes from a peer."""
 
     def __init__(
         self,
@@ -85,10 +85,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             )
         engine_request = request_from_submit(request)
         self.admitted[key] = Admitted(request.request_id, request.reply_to, request.gateway_incarnation)
+        source = source_from_wire(request.source) if request.HasField("source") else None
         if request.HasField("prefill"):
-            self._receiver.start(engine_request, request.prefill, request.reply_to)
+            self._receiver.start(engine_request, request.prefill, request.reply_to, source)
+        elif source is not None:
+            self._receiver.fetch(engine_request, source)
         else:
-            self._add(engine_request)
+            self._engine.post(lambda: self._engine.engine.add(engine_request))
         return worker_pb2.SubmitReply()
 
     async def Abort(
@@ -158,6 +161,3 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Forgets old tombstones."""
         while self._tombstones and next(iter(self._tombstones.values())) < now - _TOMBSTONE_SECONDS:
             self._tombstones.popitem(last=False)
-
-    def _add(self, request: Request) -> None:
-        self._engine.post(lambda: self._engine.engine.add(request))

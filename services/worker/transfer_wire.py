@@ -12,7 +12,13 @@ from engine.request import Request, TokenLogprob
 from kv_transfer import messages as m
 from kv_transfer.references import BlockRef
 from services.rpc import transfer_pb2 as pb
-from services.worker.wire import local_deadline, sampling_from_wire, sampling_to_wire
+from services.worker.wire import (
+    local_deadline,
+    sampling_from_wire,
+    sampling_to_wire,
+    source_from_wire,
+    source_to_wire,
+)
 
 Frame = TypeVar("Frame", pb.ReceiverFrame, pb.SenderFrame)
 
@@ -162,6 +168,8 @@ def _order_to_wire(order: m.Order, now: float) -> pb.Order:
         ],
         lease_seconds=order.lease_seconds,
         connector=order.connector,
+        cached_only=order.cached_only,
+        source=None if order.source is None else source_to_wire(order.source),
     )
 
 
@@ -185,4 +193,6 @@ def _order_from_wire(transfer_id: str, order: pb.Order) -> m.Order:
         reply_to=order.reply_to,
         lease_seconds=order.lease_seconds,
         connector=order.connector,
+        cached_only=order.cached_only,
+        source=source_from_wire(order.source) if order.HasField("source") else None,
     )

@@ -4,7 +4,8 @@ import math
 import time
 
 from engine.request import Request, SamplingParams
-from services.rpc import worker_pb2
+from kv_transfer.messages import PrefixSource
+from services.rpc import router_pb2, worker_pb2
 
 _MAX_SECONDS = 86_400.0
 
@@ -49,6 +50,18 @@ def sampling_to_wire(sampling: SamplingParams) -> worker_pb2.Sampling:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
     )
+
+
+def source_from_wire(message: router_pb2.PrefixSource) -> PrefixSource:
+    """Where leading blocks of a prompt may be fetched."""
+    worker = message.worker
+    return PrefixSource(worker.name, worker.incarnation, worker.address, message.tokens)
+
+
+def source_to_wire(source: PrefixSource) -> router_pb2.PrefixSource:
+    """Inverse of `source_from_wire`."""
+    worker = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
+    return router_pb2.PrefixSource(worker=worker, tokens=source.tokens)
 
 
 def local_deadline(remaining_seconds: float) -> float:

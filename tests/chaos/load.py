@@ -48,11 +48,12 @@ class Outcome:
 class Load:
     """Asks `pair`. Prompts share beginnings, so that cached blocks of one request serve the next."""
 
-    def __init__(self, pair: Pair, *, abort_share: float = 0.1) -> None:
+    def __init__(self, pair: Pair, *, abort_share: float = 0.1, fetch_share: float = 0.0) -> None:
         self.outcome = Outcome()
         self._pair = pair
         self._random = pair.faults.random
         self._abort_share = abort_share
+        self._fetch_share = fetch_share  # computed by the decode worker, behind what the prefill worker has of it
         self._asked: dict[str, Asked] = {}
         self._number = 0
         beginnings = (0, 3, 8, 17, 40)
@@ -96,7 +97,11 @@ class Load:
         self, name: str, reply_to: str, prefill: router_pb2.Endpoint | None = None, max_tokens: int = 0
     ) -> Asked:
         """Hands the decode worker a request of `max_tokens`, or a few; `prefill` is another than the pair's."""
+        peer = prefill or self._pair.endpoint
+        fetches = self._random.random() < self._fetch_share
         prompt, max_tokens = self._prompt(), max_tokens or self._random.randrange(1, 9)
+        if fetches:
+            await self._pair.prefill.cache(prompt[: self._random.randrange(1, len(prompt) + 1)])
         asked = self._asked[name] = Asked(reference(prompt, max_tokens))
         await self._pair.worker.Submit(
             worker_pb2.SubmitRequest(
@@ -106,7 +111,8 @@ class Load:
                 deadline_seconds=DEADLINE_SECONDS,
                 reply_to=reply_to,
                 gateway_incarnation="g" * 32,
-                prefill=prefill or self._pair.endpoint,
+                prefill=None if fetches else peer,
+                source=router_pb2.PrefixSource(worker=peer, tokens=len(prompt)) if fetches else None,
                 worker_incarnation=self._pair.decode.incarnation,
             ),
             timeout=10,

@@ -35,7 +35,7 @@ async def one_round(connector: str, faults: Faults, *, requests: int = 1 << 30, 
         pair = Pair(connector, faults, fenced=fenced)
         await pair.start()
         try:
-            return await Load(pair).run(requests, enough=_ROUND)
+            return await Load(pair, fetch_share=0.3).run(requests, enough=_ROUND)
         finally:
             await pair.stop()
 

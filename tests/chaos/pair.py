@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from chaos.mock_engine import BLOCK, FINGERPRINT, MockEngine
 from chaos.stream_proxy import StreamProxy, tcp_units, zmtp_units
 
 from engine.engine import StepOutput
+from engine.request import Request, SamplingParams
 from kv_transfer import checksums
 from kv_transfer.connectors import tcp_wire, zmq_stream
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
@@ -30,10 +32,11 @@ from kv_transfer.messages import Done
 from services.process import new_incarnation
 from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
-from services.worker import receiving
+from services.worker import links, prefix_costs, receiving
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.metrics import WorkerMetrics
+from services.worker.prefix_costs import PrefixCosts
 from services.worker.receiving import KvReceiver, Receiving
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
@@ -51,9 +54,10 @@ def short_waits() -> Iterator[None]:
     """All waits of the transfer path shortened, so that thousands of lost words fit into minutes."""
     with (
         mock.patch.object(receiving, "_LEASE_SECONDS", LEASE_SECONDS),
-        mock.patch.object(receiving, "_CONNECT_SECONDS", 1.0),
-        mock.patch.object(receiving, "_PAUSE_SECONDS", 0.0),
+        mock.patch.object(links, "_CONNECT_SECONDS", 1.0),
+        mock.patch.object(links, "_PAUSE_SECONDS", 0.0),
         mock.patch.object(receiving, "_LATE_BYTES_SECONDS", 0.5),
+        mock.patch.object(prefix_costs, "_ASSUMED", 40.0),
         mock.patch.object(zmq_stream, "_STUCK_SECONDS", 0.5),
         mock.patch.object(tcp_wire, "STUCK_SECONDS", 0.5),
     ):
@@ -85,10 +89,25 @@ class Worker:
         self.rpc = RpcServer(_HOST, 0, None, self.metrics.registry)
         self.tokens = TokenPublisher(self.incarnation, None)
         self.timelines = Timelines(type(self).__name__, self.incarnation)
+        self.costs = PrefixCosts()  # nothing is measured: a fetch may take as long as a slow worker would compute
         self.thread = EngineThread(engine, self.on_step, on_crash)
         spec = engine.kv_cache.spec
         num_blocks = engine.kv_cache.num_blocks
         self.pool = PoolDescription(self.incarnation, num_blocks, spec.block_bytes, spec.layer_bytes, spec.layout)
+
+    def receive_by(self, connectors: list[ReceiverConnector]) -> KvReceiver:
+        return KvReceiver(
+            self.incarnation,
+            type(self).__name__,
+            FINGERPRINT,
+            self.pool.layout,
+            self.thread,
+            connectors,
+            None,
+            self.metrics,
+            self.timelines,
+            self.costs,
+        )
 
     def on_step(self, output: StepOutput) -> None:
         raise NotImplementedError
@@ -114,6 +133,7 @@ class Prefill(Worker):
         on_crash: OnCrash,
     ) -> None:
         super().__init__(MockEngine(256 * BLOCK // block_size, 0.002, block_size=block_size), on_crash)
+        self._numbers = itertools.count()
         self.sender = KvSender(
             self.incarnation,
             FINGERPRINT,
@@ -124,12 +144,21 @@ class Prefill(Worker):
             forced,
             self.metrics,
             self.timelines,
+            self.receive_by([]),
         )
         self.engine.on_layers = self.sender.on_layers
         transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
 
     def on_step(self, output: StepOutput) -> None:
         self.sender.on_outputs(output.outputs)
+
+    async def cache(self, prompt: list[int]) -> None:
+        """Computes a prompt for nobody."""
+        key = f"cached {next(self._numbers)}"
+        request = Request(request_id=key, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1))
+        await self.thread.call(lambda: self.engine.add(request))
+        while await self.thread.call(lambda: key in self.engine._scheduler.sequences):
+            await asyncio.sleep(0.001)
 
 
 class Decode(Worker):
@@ -140,17 +169,7 @@ class Decode(Worker):
         super().__init__(MockEngine(160, 0.0003, self._allocate if "shared_memory" in kinds else None), on_crash)
         self.connectors = [self._make(kind) for kind in kinds]
         self.connector = self.connectors[0]
-        self.receiver = KvReceiver(
-            self.incarnation,
-            "decode",
-            FINGERPRINT,
-            self.pool.layout,
-            self.thread,
-            self.connectors,
-            None,
-            self.metrics,
-            self.timelines,
-        )
+        self.receiver = self.receive_by(self.connectors)
         self.events = EventPublisher(self.incarnation, _HOST, None)
         self.service = WorkerService(
             self.incarnation,

@@ -29,7 +29,7 @@ from kv_transfer.connectors.zmq_stream import ZmqSender
 from kv_transfer.messages import Order
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, trace_pb2, worker_pb2
-from services.worker import receiving, sending
+from services.worker import links, receiving, sending
 from services.worker.timelines import Timeline
 
 
@@ -138,7 +138,7 @@ async def test_a_peer_that_never_answers_delays_no_other(monkeypatch: pytest.Mon
     hole = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = hole.sockets[0].getsockname()[1]
     async with hole, linked("shared_memory", Faults(dice(8), {})) as pair:
-        monkeypatch.setattr(receiving, "_CONNECT_SECONDS", 4.0)
+        monkeypatch.setattr(links, "_CONNECT_SECONDS", 4.0)
         load, silent = (
             Load(pair, abort_share=0),
             router_pb2.Endpoint(name="silent", incarnation="e" * 32, address=f"127.0.0.1:{port}"),
@@ -260,7 +260,7 @@ async def test_bytes_that_come_after_the_comparison_are_not_written(
                 rogues[-1].write_again()
             return found
 
-        monkeypatch.setattr(pair.prefill.sender, "_open_connector", open_connector)
+        monkeypatch.setattr(pair.prefill.sender._handshakes, "_open_connector", open_connector)
         monkeypatch.setattr(receiving, "page_sums", sums)
         outcome = await Load(pair, abort_share=0).run(12, at_once=1)
         committed = pair.decode.metrics.transfers.labels("committed")._value.get()
@@ -277,7 +277,7 @@ async def test_a_link_that_breaks_while_its_request_waits_for_room_is_opened_aga
 
         async def reserve(request: Request, timeline: Timeline) -> Reservation:
             reservation = await room(request, timeline)
-            link = receiver._links[pair.prefill.incarnation].result()
+            link = receiver._links._links[pair.prefill.incarnation].result()
             link.call.cancel()
             assert link.reader is not None
             await link.reader
@@ -298,12 +298,12 @@ async def test_a_stream_that_ends_in_the_handshake_leaves_no_connector_open(monk
             opened.append(pair._open_connector(layout, kind, description))  # type: ignore[arg-type]
             return opened[-1]
 
-        monkeypatch.setattr(pair.prefill.sender, "_open_connector", slowly)
+        monkeypatch.setattr(pair.prefill.sender._handshakes, "_open_connector", slowly)
         tries = (0.02, 0.05, 0.1, 0.11, 0.12, 0.13)  # some while it is opened, some while the answer is on its way
         for seconds in tries:
-            monkeypatch.setattr(receiving, "_CONNECT_SECONDS", seconds)
-            with contextlib.suppress(receiving.LinkLost):
-                link = await pair.decode.receiver._link(pair.endpoint)
+            monkeypatch.setattr(links, "_CONNECT_SECONDS", seconds)
+            with contextlib.suppress(links.LinkLost):
+                link = await pair.decode.receiver._links.to(pair.endpoint)
                 link.call.cancel()
                 await asyncio.sleep(0.05)
         ends = time.monotonic() + 5
@@ -342,16 +342,16 @@ async def test_a_peer_that_cannot_be_reached_is_not_tried_for_each_request(monke
     port = hole.sockets[0].getsockname()[1]
     silent = router_pb2.Endpoint(name="silent", incarnation="e" * 32, address=f"127.0.0.1:{port}")
     async with hole, linked("shared_memory", Faults(dice(10), {})) as pair:
-        monkeypatch.setattr(receiving, "_CONNECT_SECONDS", 0.3)
-        monkeypatch.setattr(receiving, "_PAUSE_SECONDS", 60.0)
+        monkeypatch.setattr(links, "_CONNECT_SECONDS", 0.3)
+        monkeypatch.setattr(links, "_PAUSE_SECONDS", 60.0)
         receiver, tries = pair.decode.receiver, Counter[str]()
-        shake_hands = receiver._shake_hands
+        shake_hands = receiver._links._shake_hands
 
-        async def count(peer: router_pb2.Endpoint, *others: Any) -> receiving.Link:
+        async def count(peer: router_pb2.Endpoint, *others: Any) -> links.Link:
             tries[peer.name] += 1
             return await shake_hands(peer, *others)
 
-        monkeypatch.setattr(receiver, "_shake_hands", count)
+        monkeypatch.setattr(receiver._links, "_shake_hands", count)
         load = Load(pair, abort_share=0)
         for number in range(5):
             await load.submit(f"q{number}", "tcp://127.0.0.1:1", silent)
@@ -359,7 +359,7 @@ async def test_a_peer_that_cannot_be_reached_is_not_tried_for_each_request(monke
                 await asyncio.sleep(0.01)
         assert tries["silent"] == 1
         assert pair.decode.metrics.transfers.labels("recomputed")._value.get() == 5
-        receiver._try_again_at["e" * 32] = 0.0  # the pause is over
+        receiver._links._try_again_at["e" * 32] = 0.0  # the pause is over
         await load.submit("q5", "tcp://127.0.0.1:1", silent)
         assert not any((await load.settled()).values())
         assert tries["silent"] == 2
@@ -434,7 +434,7 @@ async def test_an_order_for_another_request_is_refused() -> None:
         receiver = pair.decode.receiver
         send = receiver._send
 
-        def send_for_another(link: receiving.Link, message: object) -> None:
+        def send_for_another(link: links.Link, message: object) -> None:
             if isinstance(message, Order):
                 request = msgspec.structs.replace(message.request, request_id="another/0")
                 message = msgspec.structs.replace(message, request=request)

@@ -13,7 +13,7 @@ from chaos.pair import CONNECTORS, Pair, linked
 
 from engine.request import Request, SamplingParams
 from services.rpc import worker_pb2
-from services.worker import receiving
+from services.worker import links
 
 NOWHERE = "tcp://127.0.0.1:1"
 STATES = ["linking", "waiting", "reserved", "prefilling", "landing", "verifying", "decoding"]
@@ -42,7 +42,7 @@ async def test_a_client_that_leaves_in_any_state_leaves_nothing(
         with monkeypatch.context() as patch:
             match state:
                 case "linking":
-                    patch.setattr(receiver, "_shake_hands", lambda *_: asyncio.Event().wait())
+                    patch.setattr(receiver._links, "_shake_hands", lambda *_: asyncio.Event().wait())
                 case "waiting":
                     taken = await pair.decode.thread.call(lambda: take_all_blocks(pair))
                 case "reserved":  # the order does not arrive
@@ -96,9 +96,9 @@ async def test_a_request_that_the_decode_worker_refuses_costs_the_prefill_worker
 async def test_requests_whose_prefill_worker_does_not_exist_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a pair, ten thousand times: the rest is refused, and nothing is kept of those that were aborted."""
     async with linked("tcp", Faults(dice(17), {})) as pair:
-        monkeypatch.setattr(pair.decode.receiver, "_shake_hands", lambda *_: asyncio.Event().wait())
+        monkeypatch.setattr(pair.decode.receiver._links, "_shake_hands", lambda *_: asyncio.Event().wait())
         monkeypatch.setattr(pair.decode.service, "_max_waiting", 50)
-        monkeypatch.setattr(receiving, "_CONNECT_SECONDS", 60.0)
+        monkeypatch.setattr(links, "_CONNECT_SECONDS", 60.0)
         load, full = Load(pair, abort_share=0), 0
         for number in range(300):
             try:

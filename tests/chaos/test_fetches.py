@@ -1,0 +1,109 @@
+"""Prefixes that come from a peer's cache: what can be had is used, and whatever goes wrong changes no token."""
+
+import asyncio
+import threading
+
+import pytest
+from chaos.faults import Faults, dice, everywhere
+from chaos.load import Load
+from chaos.mock_engine import BLOCK
+from chaos.pair import CONNECTORS, Pair, linked
+
+from services.rpc import router_pb2, worker_pb2
+
+
+def fetches(pair: Pair, outcome: str) -> int:
+    return int(pair.decode.metrics.fetches.labels(outcome)._value.get())
+
+
+def counted(pair: Pair) -> dict[str, int]:
+    samples = next(iter(pair.decode.metrics.fetches.collect())).samples
+    return {s.labels["outcome"]: int(s.value) for s in samples if s.name.endswith("_total") and s.value}
+
+
+async def submit(pair: Pair, name: str, prompt: list[int], source_tokens: int | None = None) -> None:
+    source = router_pb2.PrefixSource(
+        worker=pair.endpoint, tokens=len(prompt) if source_tokens is None else source_tokens
+    )
+    await pair.worker.Submit(
+        worker_pb2.SubmitRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=worker_pb2.Sampling(max_tokens=4),
+            deadline_seconds=20,
+            reply_to="tcp://127.0.0.1:1",
+            gateway_incarnation="g" * 32,
+            source=source,
+            worker_incarnation=pair.decode.incarnation,
+        ),
+        timeout=10,
+    )
+    while pair.decode.service.admitted:
+        await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_what_a_peer_has_is_fetched(connector: str) -> None:
+    async with linked(connector, Faults(dice(1), {})) as pair:
+        outcome = await Load(pair, abort_share=0.05, fetch_share=0.5).run(80)
+        assert outcome.clean, outcome
+        assert fetches(pair, "committed") > 10 and not counted(pair).keys() & {"lost", "damaged", "unreachable"}
+        assert pair.decode.metrics.fetched_blocks._value.get() > 20
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_random_faults(connector: str) -> None:
+    faults = Faults(dice(2), everywhere())
+    async with linked(connector, faults) as pair:
+        outcome = await Load(pair, fetch_share=0.6).run(150)
+        assert outcome.clean, outcome
+        assert faults.total > 30 and fetches(pair, "lost") and sum(counted(pair).values()) > 40
+
+
+@pytest.mark.parametrize("block_size", [3, 8])
+async def test_blocks_of_another_size(block_size: int) -> None:
+    """Only whole blocks of the receiver come."""
+    async with linked("tcp", Faults(dice(3), {}), prefill_block_size=block_size) as pair:
+        outcome = await Load(pair, abort_share=0, fetch_share=0.5).run(60)
+        assert outcome.clean and fetches(pair, "committed") > 5, (outcome, counted(pair))
+
+
+async def test_as_much_as_the_peer_has_and_the_rest_is_computed() -> None:
+    async with linked("tcp", Faults(dice(4), {})) as pair:
+        prompt = [7 * number for number in range(10 * BLOCK)]
+        await pair.prefill.cache(prompt[: 6 * BLOCK + 2])
+        await submit(pair, "q0", prompt)
+        metrics = pair.decode.metrics
+        assert metrics.fetched_blocks._value.get() == 6
+        # It is a cached prefix like any other now.
+        await submit(pair, "q1", prompt)
+        assert metrics.fetched_blocks._value.get() == 6 and counted(pair) == {"committed": 1, "no room": 1}
+        assert not any((await pair.leftovers()).values())
+
+
+async def test_nothing_to_be_had_is_refused_and_computed() -> None:
+    async with linked("tcp", Faults(dice(5), {})) as pair:
+        await submit(pair, "unknown", [5 * number for number in range(6 * BLOCK)])
+        prompt = [13 * number for number in range(6 * BLOCK)]
+        await pair.prefill.cache(prompt)
+        await pair.prefill.thread.call(pair.prefill.engine.clear_cache)  # what a router knew of it is out of date
+        await submit(pair, "forgotten", prompt)
+        await submit(pair, "too little", prompt, source_tokens=BLOCK - 1)
+        assert counted(pair) == {"refused": 2, "no room": 1}
+        assert not any((await pair.leftovers()).values())
+
+
+async def test_a_peer_that_hangs_is_not_waited_for_longer_than_computing_takes() -> None:
+    async with linked("tcp", Faults(dice(6), {})) as pair:
+        prompt = [3 * number for number in range(6 * BLOCK)]
+        await pair.prefill.cache(prompt)
+        await submit(pair, "linked", prompt)
+        prompt = [11 * number for number in range(6 * BLOCK)]
+        await pair.prefill.cache(prompt)
+        go_on = threading.Event()
+        pair.prefill.thread.post(go_on.wait)
+        await submit(pair, "late", prompt)  # which returns
+        assert counted(pair) == {"committed": 1, "late": 1}
+        assert pair.decode.costs.fetch_rate is not None
+        go_on.set()
+        assert not any((await Load(pair).settled()).values())

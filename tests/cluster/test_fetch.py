@@ -1,0 +1,147 @@
+"""Prefixes that another worker has cached are fetched from there, over HTTP: the same tokens, less to compute."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.streams import kill, state_of
+from cluster.tiny import tiny_model
+
+TOKENS = 1900  # of a prompt
+BLOCK = 16
+
+
+def start(tmp_path_factory: pytest.TempPathFactory, *options: str) -> Cluster:
+    folder = tmp_path_factory.mktemp("fetch")
+    fixed = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB", "--fetch-tokens", "64")
+    return start_cluster(folder, *fixed, *options, model=str(tiny_model(folder / "tiny")))
+
+
+@pytest.fixture(scope="module")
+def equals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two aggregated workers that take turns, whatever they have cached."""
+    running = start(tmp_path_factory, "--aggregated", "2", "--policy", "round_robin")
+    yield running
+    stop_cluster(running)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    running = start(tmp_path_factory, "--local-prefill-tokens", "0")
+    yield running
+    stop_cluster(running)
+
+
+def ask(cluster: Cluster, number: int, *, more: int = 0, salt: str = "") -> tuple[list[str], int]:
+    """Tokens of the answer to prompt `number`, and how many of the prompt's were cached. `more` of them end it."""
+    body: dict[str, Any] = {
+        "model": cluster.model,
+        "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(TOKENS + more)],
+        "max_tokens": 24,
+        "temperature": 0.8,
+        "seed": number,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+    answer = httpx.post(cluster.url + "/v1/completions", json=body | ({"cache_salt": salt} if salt else {}), timeout=60)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return answer.json()["choices"][0]["logprobs"]["tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def fetched(cluster: Cluster, **labels: str) -> float:
+    return cluster.metric("tandem_kv_fetched_blocks_total", **labels)
+
+
+def failed(cluster: Cluster) -> float:
+    return cluster.metric("tandem_kv_fetches_total") - cluster.metric("tandem_kv_fetches_total", outcome="committed")
+
+
+def known(cluster: Cluster, blocks: int) -> None:
+    """Until the router has heard of so many cached blocks."""
+    ends = time.monotonic() + 10
+    while cluster.metric("tandem_router_index_blocks") < blocks:
+        assert time.monotonic() < ends, "the router does not hear of what is cached"
+        time.sleep(0.02)
+
+
+def holder(cluster: Cluster) -> str:
+    """The worker that has generated most, when the answers so far were one more of one than of the other."""
+    counts = {
+        name: cluster.metric("tandem_generated_tokens_total", worker=name) for name in ("aggregated-0", "aggregated-1")
+    }
+    return max(counts, key=lambda name: counts[name])
+
+
+def test_a_worker_killed_while_it_is_asked_costs_nothing_but_time(equals: Cluster) -> None:
+    """First, as workers that have measured nothing are patient: what is waited for is sure to be under way."""
+    expected, cached = ask(equals, 1)  # by one worker
+    assert cached == 0
+    victim = holder(equals)
+    known(equals, TOKENS // BLOCK)
+    again, cached = ask(equals, 1)  # by the other, which fetches
+    assert again == expected and cached == (TOKENS - 1) // BLOCK * BLOCK
+    assert fetched(equals) == (TOKENS - 1) // BLOCK
+    expected, _ = ask(equals, 2)
+    assert holder(equals) == victim
+    known(equals, 2 * (TOKENS // BLOCK))
+    answers: list[tuple[list[str], int]] = []
+    client = threading.Thread(target=lambda: answers.append(ask(equals, 2)))
+    pid = equals.pids[victim]
+    os.kill(pid, signal.SIGSTOP)
+    while state_of(pid) != "T":
+        time.sleep(0.001)
+    client.start()
+    time.sleep(0.4)
+    assert client.is_alive(), "it was not waited for"
+    kill(equals, victim)
+    client.join(30)
+    assert answers == [(expected, 0)]
+    assert failed(equals) == equals.metric("tandem_kv_fetches_total", outcome="lost") == 1
+    equals.wait_idle()
+
+
+def test_the_same_prefix_on_another_worker_is_fetched_and_gives_the_same_tokens(equals: Cluster) -> None:
+    before = fetched(equals)
+    expected = [ask(equals, number, salt="nobody has it")[0] for number in range(10, 16)]
+    for number in range(10, 16):
+        tokens, cached = ask(equals, number)
+        assert cached == 0
+        known(equals, 1)
+        again, cached = ask(equals, number)
+        assert tokens == again == expected[number - 10]
+    assert fetched(equals) > before
+    equals.wait_idle()
+
+
+def test_a_new_prefill_worker_takes_from_the_decode_worker_what_it_lacks(pair: Cluster) -> None:
+    expected = ask(pair, 1, more=100, salt="computed")[0]
+    ask(pair, 1)
+    kill(pair, "prefill-0")
+    ends = time.monotonic() + 30
+    while pair.metric("tandem_router_workers") != 2 or pair.metric("tandem_member_up", worker="prefill-0") != 1:
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    tokens, cached = ask(pair, 1, more=100)
+    assert tokens == expected and cached == TOKENS // BLOCK * BLOCK
+    assert fetched(pair, role="prefill") == TOKENS // BLOCK
+    assert pair.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
+    pair.wait_idle()
+
+
+def test_it_can_be_switched_off(tmp_path_factory: pytest.TempPathFactory) -> None:
+    options = ("--aggregated", "2", "--policy", "round_robin", "--fetch-tokens", "0")
+    cluster = start(tmp_path_factory, *options)
+    try:
+        first = ask(cluster, 1)
+        known(cluster, TOKENS // BLOCK)
+        assert ask(cluster, 1) == first == (first[0], 0)
+        assert cluster.metric("tandem_router_fetches_total") == cluster.metric("tandem_kv_fetches_total") == 0
+    finally:
+        stop_cluster(cluster)
