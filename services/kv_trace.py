@@ -44,8 +44,8 @@ class Trace(msgspec.Struct, frozen=True):
 
     transfer: str  # response, sequence and attempt
     connector: str
-    prefill: str  # names of the workers
-    decode: str
+    prefill: str  # names of the workers: the one that sends
+    decode: str  # and the one that receives
     bytes: int
     clock_error_ms: float  # of the prefill worker's times: 0 on one machine
     exposed_ms: float | None  # from the last layer computed to the commit; None: not committed
@@ -65,15 +65,17 @@ class _Answer(NamedTuple):
 async def gather(running: RunningCluster, request: str) -> list[Trace]:
     """The transfers of a request, oldest first; the latest transfer for "". Raises ConfigError if nobody knows it."""
     key = cluster_key(running.cluster_key)
-    workers = await members_of(running, "prefill", "decode")
-    if not workers:
-        raise ConfigError("this cluster has no prefill and decode workers, so no KV is moved")
+    workers = await members_of(running, "prefill", "decode", "aggregated")
+    if len(workers) < 2:
+        raise ConfigError("this cluster has no two workers, so no KV is moved")
     if not request:
-        decode = [worker for worker in workers if worker.role == "decode"]
-        answers = await _ask_all(decode, key, "")
+        answers = await _ask_all(workers, key, "")
         latest = [(timeline.marks[0].at - answer.ahead, timeline) for answer in answers for timeline in _all(answer)]
         if not latest:
-            raise ConfigError("no KV has been moved yet: prompts below --local-prefill-tokens are not")
+            raise ConfigError(
+                "no KV has been moved yet: that of prompts below --local-prefill-tokens is not, nor that of prefixes "
+                "below --fetch-tokens"
+            )
         request = max(latest, key=lambda entry: entry[0])[1].transfer_id
     answers = await _ask_all(workers, key, request)
     if traces := _join(answers):

@@ -1,7 +1,11 @@
 """Prefixes that another worker has cached are fetched from there, over HTTP: the same tokens, less to compute."""
 
+import concurrent.futures
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,12 +42,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     stop_cluster(running)
 
 
-def ask(cluster: Cluster, number: int, *, more: int = 0, salt: str = "") -> tuple[list[str], int]:
+def ask(cluster: Cluster, number: int, *, more: int = 0, salt: str = "", max_tokens: int = 24) -> tuple[list[str], int]:
     """Tokens of the answer to prompt `number`, and how many of the prompt's were cached. `more` of them end it."""
     body: dict[str, Any] = {
         "model": cluster.model,
         "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(TOKENS + more)],
-        "max_tokens": 24,
+        "max_tokens": max_tokens,
         "temperature": 0.8,
         "seed": number,
         "ignore_eos": True,
@@ -118,6 +122,11 @@ def test_the_same_prefix_on_another_worker_is_fetched_and_gives_the_same_tokens(
         assert tokens == again == expected[number - 10]
     assert fetched(equals) > before
     equals.wait_idle()
+    command = [sys.executable, "-m", "services.cli", "kv", "trace", "--json", "--url", equals.url]
+    (trace,) = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert trace["transfer"].endswith("/fetch") and trace["bytes"]
+    assert {trace["prefill"], trace["decode"]} == {"aggregated-0", "aggregated-1"}
+    assert {"linked", "reserved", "sent", "committed"} <= {event["event"] for event in trace["events"]}
 
 
 def test_a_new_prefill_worker_takes_from_the_decode_worker_what_it_lacks(pair: Cluster) -> None:
@@ -133,6 +142,22 @@ def test_a_new_prefill_worker_takes_from_the_decode_worker_what_it_lacks(pair: C
     assert fetched(pair, role="prefill") == TOKENS // BLOCK
     assert pair.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
     pair.wait_idle()
+
+
+def test_a_busy_worker_gives_its_prefix_to_an_idle_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By the router's own choice: requests go where their prefix is until too many are there."""
+    cluster = start(tmp_path_factory, "--aggregated", "2")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(24) as pool:
+            expected = [ask(cluster, 1, more=number, salt=f"{number}")[0] for number in range(24)]
+            ask(cluster, 1)
+            known(cluster, TOKENS // BLOCK)
+            answers = list(pool.map(lambda number: ask(cluster, 1, more=number, max_tokens=300), range(24)))
+        assert [tokens[:24] for tokens, _ in answers] == expected
+        assert cluster.metric("tandem_router_fetches_total") and fetched(cluster), "all went where the prefix was"
+        cluster.wait_idle()
+    finally:
+        stop_cluster(cluster)
 
 
 def test_it_can_be_switched_off(tmp_path_factory: pytest.TempPathFactory) -> None:

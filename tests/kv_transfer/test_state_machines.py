@@ -31,9 +31,9 @@ OFTEN = st.booleans()
 RARELY = st.sampled_from([False, False, False, True])
 
 
-def make_order(transfer_id: str, blocks: list[BlockRef], lease: float = LEASE) -> Order:
+def make_order(transfer_id: str, blocks: list[BlockRef], cached_only: bool) -> Order:
     request = Request(request_id=transfer_id, prompt_token_ids=[1, 2, 3], sampling=SamplingParams())
-    return Order(transfer_id, request, blocks, 0, "tcp://127.0.0.1:1", lease, CONNECTORS[0])
+    return Order(transfer_id, request, blocks, 0, "tcp://127.0.0.1:1", LEASE, CONNECTORS[0], cached_only)
 
 
 @dataclass
@@ -62,6 +62,12 @@ class Sending:
     waiting: bool = False  # for the receiver's word about the next one
     tried: set[str] = field(default_factory=lambda: {CONNECTORS[0]})
 
+    @property
+    def blocks(self) -> list[BlockRef]:
+        """Those that it writes: of a fetch it has only the first."""
+        order = self.machine.order
+        return order.blocks[:1] if order.cached_only else order.blocks
+
 
 class World(RuleBasedStateMachine):
     """`revocable`: the connector can shut one transfer out, as both connectors can; else only death is a fence."""
@@ -88,9 +94,8 @@ class World(RuleBasedStateMachine):
         self.generation = [0] * BLOCKS
         self.content: list[dict[int, str]] = [{} for _ in range(BLOCKS)]
         self.allowed: dict[tuple[str, int], int] = {}  # the connectors' tables
-        self.frames: list[
-            tuple[str, str, list[BlockRef], int]
-        ] = []  # connector, transfer, blocks, layer: may come again
+        # Connector, transfer, blocks, layer: may come again.
+        self.frames: list[tuple[str, str, list[BlockRef], int]] = []
         self.receiving: dict[str, Receiving] = {}
 
     def boot_sender(self) -> None:
@@ -112,12 +117,16 @@ class World(RuleBasedStateMachine):
                     assert transfer.verifying is None, "verified twice"
                     transfer.verified = 0
                     transfer.verifying = done
-                case rx.Join():
+                case rx.Join() | rx.JoinPrefix():
                     transfer.joins += 1
                     transfer.outcomes.append("join")
-                    for ref in transfer.blocks:
+                    assert isinstance(action, rx.JoinPrefix) == transfer.machine.order.cached_only
+                    num_pages = action.num_pages if isinstance(action, rx.JoinPrefix) else len(transfer.blocks)
+                    assert num_pages
+                    for ref in transfer.blocks[:num_pages]:
                         landed = self.content[ref.block_id]
                         assert landed == {layer: key for layer in range(LAYERS)}, "joined without all its bytes"
+                    for ref in transfer.blocks:
                         self.owner[ref.block_id] = "sequence " + key
                 case rx.Recompute():
                     transfer.outcomes.append("recompute")
@@ -182,8 +191,8 @@ class World(RuleBasedStateMachine):
     # Requests
 
     @precondition(lambda self: self.owner.count(None) >= PER_TRANSFER)
-    @rule()
-    def start(self) -> None:
+    @rule(fetches=OFTEN)
+    def start(self, fetches: bool) -> None:
         free = [block for block in range(BLOCKS) if self.owner[block] is None]
         key = f"r{next(self.ids)}/0"
         refs = []
@@ -193,7 +202,7 @@ class World(RuleBasedStateMachine):
             self.content[block] = {}
             self.allowed[CONNECTORS[0], block] = self.generation[block]
             refs.append(BlockRef(self.incarnation, block, self.generation[block]))
-        machine = rx.ReceiverTransfer(make_order(key, refs), deadline=self.now + 40, spare=CONNECTORS)
+        machine = rx.ReceiverTransfer(make_order(key, refs, fetches), deadline=self.now + 40, spare=CONNECTORS)
         transfer = self.receiving[key] = Receiving(machine, refs, self.stream)
         self.carry_out_rx(transfer, machine.start(self.now))
 
@@ -231,7 +240,9 @@ class World(RuleBasedStateMachine):
         key = transfer.machine.transfer_id
         if damaged and transfer.machine.state is ReceiverState.VERIFYING:
             self.content[transfer.blocks[0].block_id].pop(0, None)
-        ok = all(self.content[ref.block_id] == {i: key for i in range(LAYERS)} for ref in transfer.blocks)
+        assert transfer.verifying is not None
+        written = transfer.blocks[: len(transfer.verifying.checksums)]
+        ok = all(self.content[ref.block_id] == {i: key for i in range(LAYERS)} for ref in written)
         if not ok:
             transfer.verifying = None
         self.carry_out_rx(transfer, transfer.machine.verified(ok, self.now))
@@ -268,8 +279,7 @@ class World(RuleBasedStateMachine):
 
     def may_write(self, sending: Sending) -> bool:
         return sending.peer == self.incarnation and all(
-            self.allowed.get((sending.connector, ref.block_id)) == ref.generation
-            for ref in sending.machine.order.blocks
+            self.allowed.get((sending.connector, ref.block_id)) == ref.generation for ref in sending.blocks
         )
 
     def end_push_of(self, sending: Sending) -> None:
@@ -277,10 +287,10 @@ class World(RuleBasedStateMachine):
             return
         key = sending.machine.transfer_id
         if sending.peer == self.incarnation:  # else it is the memory of a process that is gone
-            for ref in sending.machine.order.blocks:
+            for ref in sending.blocks:
                 assert self.owner[ref.block_id] == key, f"{key} wrote into a block of {self.owner[ref.block_id]}"
                 self.content[ref.block_id][sending.pushed] = key
-            self.frames.append((sending.connector, key, sending.machine.order.blocks, sending.pushed))
+            self.frames.append((sending.connector, key, sending.blocks, sending.pushed))
         sending.writing = False
         sending.pushed += 1
         self.carry_out_tx(sending, sending.machine.progress(1, sending.pushed))
@@ -296,8 +306,9 @@ class World(RuleBasedStateMachine):
         elif sending.failed:
             self.carry_out_tx(sending, sending.machine.failed("push failed"))
         elif sending.pushed == LAYERS and not sending.waiting and sending.machine.state is SenderState.PREFILLING:
-            self.carry_out_tx(sending, sending.machine.first_token(7, None, 0))
-            self.carry_out_tx(sending, sending.machine.pushed([1] * PER_TRANSFER, 1, self.now))
+            if not sending.machine.order.cached_only:
+                self.carry_out_tx(sending, sending.machine.first_token(7, None, 0))
+            self.carry_out_tx(sending, sending.machine.pushed([1] * len(sending.blocks), 1, self.now))
         self.settle_sender()
 
     # Connectors that fail

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
 from engine.request import Request, SamplingParams
 from kv_transfer import receiver as rx
@@ -43,6 +44,22 @@ def test_good_transfer_joins_once_and_frees_the_source() -> None:
     assert receiver.verified(True, 1) == [] and receiver.on_message(done.message, 2) == []
     assert sender.on_message(Commit("r/0"), 2) == [tx.Release()]
     assert sender.on_message(Commit("r/0"), 2) == []
+
+
+def test_a_fetch_needs_no_first_token_and_may_bring_less_than_was_ordered() -> None:
+    order = replace(ORDER, blocks=[REF, BlockRef("d0", 1, 1)], cached_only=True)
+    receiver, sender = rx.ReceiverTransfer(order, deadline=100), tx.SenderTransfer(order, 0)
+    assert receiver.start(0) == [rx.Send(order)]
+    sender.start(0)
+    (done,) = sender.pushed([9], 1, 1)
+    assert isinstance(done, tx.Reply)
+    assert receiver.on_message(done.message, 1) == [rx.Verify(Done("r/0", [9], 1))]
+    assert receiver.verified(True, 1) == [rx.Send(Commit("r/0")), rx.JoinPrefix(1)]
+    assert sender.on_message(Commit("r/0"), 2) == [tx.Release()]
+    damaged = rx.ReceiverTransfer(order, deadline=100)
+    damaged.start(0)
+    damaged.on_message(done.message, 1)
+    assert damaged.verified(False, 1)[-1] == rx.Recompute(rx.DAMAGED)
 
 
 def test_damaged_bytes_are_recomputed_and_told() -> None:

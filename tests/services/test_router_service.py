@@ -365,3 +365,30 @@ def test_torch_is_never_loaded() -> None:
         "import sys, services.router; sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'tokenizers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_placement_names_who_has_the_prefix_as_long_as_fetching_pays() -> None:
+    async with cluster(fetch_tokens=64, local_prefill_tokens=0) as made:
+        await made.join("d", held=chain("x"))
+        prefill = await made.join("p", "prefill")
+
+        async def known() -> bool:
+            return (await made.place(chain("x", 20), prompt_tokens=320, request_id="probe")).HasField("source")
+
+        await eventually(known)
+        await made.router.Release(router_pb2.ReleaseRequest(request_id="probe"))
+        before = await made.metric("tandem_router_fetches_total")
+        placement = await made.place(chain("x", 20), prompt_tokens=320)
+        assert placement.prefill.incarnation == "p" and placement.source.worker.incarnation == "d"
+        assert placement.source.tokens == 10 * BLOCK_SIZE and "160 tokens to be fetched from decode" in placement.reason
+        assert await made.metric("tandem_router_fetches_total") == before + 1
+        assert not (await made.place(chain("y"))).HasField("source")
+        load = prefill.member.load
+        measured = ((1000, None, True), (1000, 500, False), (1000, 2000, True), (0.1, 0, False))
+        for prefill_rate, fetch_rate, fetches in measured:
+            load.prefill_tokens_per_second = prefill_rate
+            load.ClearField("fetch_tokens_per_second")
+            if fetch_rate is not None:
+                load.fetch_tokens_per_second = fetch_rate
+            made.service.on_change("updated", prefill.member)
+            assert (await made.place(chain("x", 20), prompt_tokens=320)).HasField("source") == fetches
