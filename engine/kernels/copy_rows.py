@@ -10,11 +10,11 @@ _WORDS_A_PROGRAM = 1024
 
 
 @triton.jit
-def _copy_rows(source, source_rows, address, rows, source_stride, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program for BLOCK of the WORDS of a row. Strides in words."""
+def _copy_rows(source, source_rows, address, rows, source_stride, stride, count, BLOCK: tl.constexpr):
+    """One program for BLOCK of the `count` words of a row. Strides in words."""
     row = tl.program_id(0)
     words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = words < WORDS
+    inside = words < count
     taken = source + tl.load(source_rows + row) * source_stride + words
     place = address.to(tl.pointer_type(source.dtype.element_ty)) + tl.load(rows + row) * stride + words
     tl.store(place, tl.load(taken, mask=inside), mask=inside)
@@ -36,6 +36,6 @@ def copy_rows(source: torch.Tensor, source_rows: torch.Tensor, address: int, row
     )
 
 
-def on_device(rows: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 on the device, behind what its present stream was given; the CPU does not wait."""
+def on_device(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """int64 on the device, one row or several alike, behind what its present stream was given; the CPU does not wait."""
     return torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -205,5 +205,5 @@ class CudaIpcSender(SharedMemorySender):
         from engine.kernels.copy_rows import on_device
 
         if self._sent_rows is None or self._sent_rows[:2] != (ours, theirs):
-            self._sent_rows = ours, theirs, on_device(ours, self._device), on_device(theirs, self._device)
+            self._sent_rows = ours, theirs, *on_device([ours, theirs], self._device)
         return self._sent_rows[2:]

@@ -270,7 +270,11 @@ class _NcclPair(PairGroup):
             time.sleep(_POLL_SECONDS)
 
 
-_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would ask a store in Python each second, and log that it cannot
+}
 
 
 def recorded(where: torch.device | torch.cuda.Stream) -> torch.cuda.Event:

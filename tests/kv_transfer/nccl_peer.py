@@ -1,6 +1,7 @@
 """A sender on its own device, in a process of its own: reads one command in JSON a line, says what became of it."""
 
 import sys
+import time
 
 import msgspec
 import torch
@@ -27,6 +28,13 @@ def source(shape: list[int], device: torch.device) -> torch.Tensor:
     return words.view(torch.bfloat16).view(shape)
 
 
+def wait_for_bytes(connector: DistributedSender, carried: int) -> None:
+    """Until more bytes than that are out, or a minute; `flush` says what went wrong."""
+    ends = time.monotonic() + 60
+    while connector.counters.bytes == carried and time.monotonic() < ends:
+        time.sleep(0.005)
+
+
 def main() -> None:
     connector: DistributedSender | None = None
     for line in sys.stdin:
@@ -38,13 +46,16 @@ def main() -> None:
         try:
             if connector is None:
                 connector = DistributedSender(command.description, command.layout, b"k" * 32, device)
+            carried = connector.counters.bytes
             while command.repeat == 0 or rounds < command.repeat:
                 for layers in (range(1), range(1, command.shape[1])):
                     connector.push_layers(command.transfer_id, layers, cache, command.source_blocks, command.blocks)
                 rounds += 1
-                connector.flush(command.transfer_id)
                 if rounds == 1:
+                    wait_for_bytes(connector, carried)
                     print("pushing", flush=True)
+                time.sleep(0.002)  # as pushes are only queued
+            connector.flush(command.transfer_id)
             print("pushed", rounds, flush=True)
         except ConnectorError as error:
             print("refused", error, flush=True)

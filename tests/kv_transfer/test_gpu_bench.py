@@ -1,6 +1,6 @@
 """`tandem kv bench` on CUDA devices, as many as there are.
 
-Needs a device, torch, Triton, typer, rich, pyzmq, msgspec, xxhash, structlog and pytest.
+Needs a device, torch, Triton, pytest, and what the package `tandem-serve` requires.
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("pydantic", reason="needs what tandem-serve requires")
 DEVICES = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.skipif(not DEVICES, reason="needs a CUDA device")]
 
