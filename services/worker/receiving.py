@@ -219,12 +219,14 @@ class KvReceiver:
         key = request.request_id
         engine = self._engine.engine
         timeline = self._timelines.open(_fetch_id(key), source.incarnation, sends=False)
-        timeline.mark("arrived")
+        arrived = time.monotonic()
+        timeline.mark("arrived", at=arrived)
         reservation, outcome, reason = None, "no room", "no room for it, or nothing left to fetch"
         try:
             peer = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
             async with asyncio.timeout(self._costs.computing_seconds(source.tokens)):
                 link = await self._links.to(peer)
+            linking = time.monotonic() - arrived
             timeline.mark("linked", source.name)
             reserve = partial(engine.reserve, request, prefix_tokens=source.tokens, hold=hold)
             reservation = await self._engine.call(reserve)
@@ -242,7 +244,7 @@ class KvReceiver:
         size = engine.kv_cache.spec.block_size
         token_ids = (request.prompt_token_ids + request.output_token_ids)[: len(reservation.block_ids) * size]
         seconds = self._costs.computing_seconds(len(token_ids) - reservation.num_cached_tokens)
-        deadline = min(request.deadline, time.monotonic() + seconds)
+        deadline = min(request.deadline, time.monotonic() + seconds - linking)
         order = Order(
             transfer_id=_fetch_id(key),
             request=msgspec.structs.replace(

@@ -127,4 +127,4 @@ def test_what_failed_is_told(pair: Cluster) -> None:
     assert done.returncode == 0 and "(gone) → decode-0" in done.stdout
     events = {event["event"]: event["detail"] for event in trace["events"]}
     assert "committed" not in events and trace["exposed_ms"] is None
-    assert "the prefill worker" in events["recomputed"]
+    assert "the sender" in events["recomputed"]
