@@ -37,5 +37,5 @@ def copy_rows(source: torch.Tensor, source_rows: torch.Tensor, address: int, row
 
 
 def on_device(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """int64 on the device, behind what its present stream was given; the CPU does not wait. One row, or several alike."""
+    """int64 on the device, behind what its present stream was given; the CPU does not wait. Rows are alike."""
     return torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
