@@ -288,6 +288,30 @@ def test_handoff_that_ends_with_its_first_token(llama_folder, engine):
     assert output.finish_reason == "length"
 
 
+def test_a_prefix_of_a_peer_joins_and_the_rest_is_computed(llama_folder, engine):
+    source = Engine.build(llama_folder, CONFIG)
+    one = request("a", prompt(45, 6), logprobs=1)
+    (expected,) = run(engine, one)
+    engine.clear_cache()
+    run(source, request("before", prompt(45, 6)[:37], max_tokens=1))
+    size = CONFIG.block_size
+    held_tokens = source.hold_cached(request("fetch", prompt(45, 6)))
+    held = source.held_blocks("fetch")
+    assert held_tokens == len(held) * size == 37 // size * size
+    reservation = engine.reserve(one, prefix_tokens=44)
+    assert len(reservation.block_ids) == 44 // size
+    for ours, theirs in zip(reservation.block_ids, held, strict=False):
+        engine.kv_cache.block_bytes_view(ours)[:] = source.kv_cache.block_bytes_view(theirs)
+    assert engine.commit_prefix("a", len(held)) and not engine.commit_prefix("a", len(held))
+    outputs = drain(engine)["a"]
+    assert [o.logprobs for o in outputs] == [o.logprobs for o in expected]
+    assert outputs[-1].cached_tokens == held_tokens
+    source.release("fetch")
+    assert source.hold_cached(request("unknown", prompt(45, 9))) == 0 and source.held_blocks("unknown") == []
+    for side in (source, engine):
+        assert side.stats().free_blocks == CONFIG.num_blocks and not side.has_work()
+
+
 def test_failed_handoffs_recompute_or_end(engine):
     (expected,) = run(engine, request("a", prompt(30, 5)))
     engine.clear_cache()

@@ -118,6 +118,51 @@ def test_nothing_is_written_for_a_request_aborted_inside_a_step() -> None:
     assert len(found["stays"]) > 30 and engine.orphaned_blocks([]) == 0
 
 
+def test_a_prefix_of_a_peer_joins_while_the_next_step_is_planned() -> None:
+    from bench.gpu_engine import SMALL, folder_of
+    from engine.engine import Engine, EngineConfig
+    from engine.request import Request, SamplingParams
+
+    config = EngineConfig(device="cuda", num_blocks=60, max_batched_tokens=128, max_running=4, dummy_seed=7)
+    source, engine = (Engine.build(folder_of(SMALL["llama-8b"]), config) for _ in range(2))
+    sampling = SamplingParams(max_tokens=40, temperature=0.0)
+    stays, joins = (
+        Request(request_id=name, prompt_token_ids=list(range(first, first + 90)), sampling=sampling)
+        for name, first in (("stays", 5), ("joins", 300))
+    )
+    found: dict[str, list[int]] = {"stays": [], "joins": []}
+
+    def run(engine: Engine, steps: int = 1000) -> None:
+        for _ in range(steps):
+            if not engine.has_work():
+                return
+            for output in engine.step().outputs:
+                assert output.error is None
+                found[output.request_id] += output.token_ids
+
+    for request in (stays, joins):
+        source.add(request)
+    run(source)
+    expected, found = found, {"stays": [], "joins": []}
+    source_blocks = source.hold_cached(joins) // 16
+    assert source_blocks == 5
+    engine.add(stays)
+    run(engine, 5)
+
+    def fetch() -> None:
+        engine.listen = lambda: None
+        reservation = engine.reserve(joins, prefix_tokens=80)
+        assert reservation is not None and len(reservation.block_ids) == 5
+        torch.cuda.synchronize()
+        engine.kv_cache.tensor[reservation.block_ids] = source.kv_cache.tensor[source.held_blocks("joins")]
+        torch.cuda.synchronize()
+        assert engine.commit_prefix("joins", 5)
+
+    engine.listen = fetch
+    run(engine)
+    assert found == expected and engine.orphaned_blocks([]) == 0
+
+
 def test_logits_in_bfloat16_are_near_those_of_float32() -> None:
     from bench.gpu_engine import SMALL, folder_of
     from engine.attention.base import LayerKind, Span
