@@ -35,6 +35,8 @@ up: setup  ## run a cluster on this machine; options in ARGS="..."
 test: lint  ## lint, types, import rules, stubs, all tests
 	@# A browser looks at reports.
 	@bash deploy/install-packages.sh chromium:chromium
+	@# Optional, and tested where there are wheels of it; they bring no CUDA.
+	@$(BIN)/pip install --quiet 'nixl-cu12>=1.5.1,<2' || echo "== no NIXL here: its tests are skipped"
 	@echo "== unit tests"
 	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/repo --numprocesses=2
 	@echo "== the repository: gates, stubs, documents"

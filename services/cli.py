@@ -93,7 +93,7 @@ def up(
     ] = None,
     dummy_seed: Annotated[int | None, typer.Option(help="Random weights from this seed, for benchmarks.")] = None,
     connector: Annotated[
-        str | None, typer.Option(help="auto, shared_memory, tcp, zmq or gloo; on cuda: cuda_ipc or nccl.")
+        str | None, typer.Option(help="auto, shared_memory, tcp, zmq, gloo or nixl; on cuda: cuda_ipc, nccl or nixl.")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="prefix, least_outstanding, round_robin or random.")] = None,
     local_prefill_tokens: Annotated[

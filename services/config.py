@@ -76,7 +76,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     max_model_len: int = 0  # 0: the model's
     threads: int = 1  # compute threads
     worker_port: int = 0  # of the gRPC server; 0: any free one
-    connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo", "cuda_ipc", "nccl"] = "auto"
+    connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo", "cuda_ipc", "nccl", "nixl"] = "auto"
     drain_seconds: float = 5.0
 
 

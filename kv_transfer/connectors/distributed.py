@@ -49,14 +49,13 @@ class DistributedReceiver(TcpReceiver):
         return [*self._to_pass.pop(transfer_id, ()), *super()._shut_out(transfer_id)]
 
     def _make_stream(self, connection: socket.socket) -> ReceivingStream:
-        return _ReceivingPair(self, connection)
+        return ReceivingPair(self, connection)
 
 
-class _ReceivingPair(ReceivingStream):
+class ReceivingPair(ReceivingStream):
     """One sender's stream and the group with it."""
 
     _group: PairGroup | None = None
-    _staging = torch.empty(0, dtype=torch.uint8)
 
     def _take_frame(self, seal: Seal) -> bool:
         if self._group is not None:
@@ -67,8 +66,12 @@ class _ReceivingPair(ReceivingStream):
                 return False
         except BlockingIOError:
             return True  # woken for nothing
-        self._group = join(self._socket, seal, RECEIVER, self._receiver.pages.device)
+        self._group = self._join(self._socket, seal)
         return True
+
+    def _join(self, connection: socket.socket, seal: Seal) -> PairGroup:
+        """Raises StreamLost."""
+        return join(connection, seal, RECEIVER, self._receiver.pages.device)
 
     def _land(self, header: Header, expected: StreamExpected) -> None:
         receiver = self._receiver
@@ -100,9 +103,7 @@ class _ReceivingPair(ReceivingStream):
     def _receive(self, num_bytes: int) -> torch.Tensor:
         """The next payload, in memory that is used again."""
         assert self._group is not None
-        if len(self._staging) < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._receiver.pages.device)
-        payload = self._staging[:num_bytes]
+        payload = self._group.buffer(num_bytes)
         with self._group.work():
             self._group.receive(payload)
         self._group.finish()
@@ -124,24 +125,24 @@ class _ReceivingPair(ReceivingStream):
         done.synchronize()
 
 
-class _SendingPair(SendingStream):
+class SendingPair(SendingStream):
     """The stream to a receiver and the group with it."""
 
     _group: PairGroup | None = None
-    _staging = torch.empty(0, dtype=torch.uint8)
 
     def _prepare(self, frame: Frame) -> None:
         if self._group is None:
             assert self._socket is not None
-            self._group = join(self._socket, self._seal, SENDER, frame.rows.device)
+            self._group = self._join(self._socket, frame.rows.device)
+
+    def _join(self, connection: socket.socket, device: torch.device) -> PairGroup:
+        """Raises StreamLost."""
+        return join(connection, self._seal, SENDER, device)
 
     def _copy(self, frame: Frame) -> torch.Tensor:
         assert self._group is not None
         rows = _words(frame.rows)
-        num_bytes = len(frame.source_blocks) * frame.rows.shape[1]
-        if len(self._staging) < num_bytes:
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=rows.device)
-        payload = self._staging[:num_bytes]
+        payload = self._group.buffer(len(frame.source_blocks) * frame.rows.shape[1])
         with self._group.work(frame.ready):
             index = torch.tensor(frame.source_blocks, device=rows.device)
             torch.index_select(rows, 0, index, out=_words(payload.view(len(index), -1)))
@@ -168,14 +169,14 @@ class _SendingPair(SendingStream):
 class DistributedSender(TcpSender):
     """Sends rows that lie on `device`. Raises ConnectorError as TcpSender does; a group is made with the first push."""
 
-    _stream_type = _SendingPair
+    _stream_type: type[SendingPair] = SendingPair
 
     def __init__(self, description: bytes, layout: str, key: bytes, device: torch.device) -> None:
         _require(key)
         self._device = device
         # On CPU one copies and sums while the other sends; kernels of two communicators would wait for each other.
         self._num_streams = 2 if device.type == "cpu" else 1
-        self._frame_bytes = (4 if device.type == "cpu" else 64) << 20
+        self._frame_bytes = frame_bytes(device)
         super().__init__(description, layout, key)
 
     def push_layers(
@@ -196,9 +197,14 @@ class DistributedSender(TcpSender):
         return None if source.is_cpu else recorded(source.device)
 
 
+def frame_bytes(device: torch.device) -> int:
+    """Bytes that go together where a row is not more."""
+    return (4 if device.type == "cpu" else 64) << 20
+
+
 def _require(key: bytes) -> None:
     if not key:
-        raise ConnectorError("torch.distributed trusts whoever it is connected to, so a cluster key is needed")
+        raise ConnectorError("what carries the bytes trusts whoever it is connected to, so a cluster key is needed")
 
 
 def _words(rows: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from kv_transfer.connectors.frames import Refused
 from kv_transfer.connectors.tcp_wire import PREFIX_BYTES, Seal, StreamLost, read, write
 
-JOIN_SECONDS = {"gloo": 5.0, "nccl": 30.0}
+JOIN_SECONDS = {"gloo": 5.0, "nccl": 30.0, "nixl": 10.0}
 STUCK_SECONDS = 5.0  # one tensor on its way
 RECEIVER, SENDER = 0, 1  # ranks
 _POLL_SECONDS = 2e-5
@@ -112,7 +112,20 @@ class PairStore(dist.Store):  # type: ignore[name-defined, misc]
 
 
 class PairGroup(ABC):
-    """One side of a pair. Tensors are uint8, contiguous, on `device`; all calls come from one thread."""
+    """One side of a pair. Tensors are uint8, contiguous, on `device`; all calls come from one thread.
+
+    `connection` is the stream to the other side, watched by those that wait for it: its end is the other side's.
+    """
+
+    kind: str  # for words
+
+    def __init__(self, device: torch.device, connection: socket.socket) -> None:
+        self._device = device
+        self._connection = connection
+        self._stream: torch.cuda.Stream | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def send(self, tensor: torch.Tensor) -> None:
@@ -123,16 +136,43 @@ class PairGroup(ABC):
         """Receives exactly as many bytes as the tensor has. Raises StreamLost."""
 
     @abstractmethod
-    def work(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        """What the device does inside runs beside other work, once `after` has happened."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Returns when the device has done what it was given. Raises StreamLost if it takes too long."""
-
-    @abstractmethod
     def close(self) -> None:
         """Leaves the group. Never raises, never waits for the other side."""
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a tensor to send or receive: the same for each."""
+        if len(self._buffer) < num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[:num_bytes]
+
+    def work(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
+        """What the device does inside runs beside other work, once `after` has happened."""
+        return contextlib.nullcontext() if self._stream is None else self._beside(self._stream, after)
+
+    def finish(self) -> None:
+        """Returns when the device has done what it was given. Raises StreamLost if it takes too long."""
+        if self._stream is not None:
+            self._wait_until(recorded(self._stream).query)
+
+    @contextlib.contextmanager
+    def _beside(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            yield
+
+    def _wait_until(self, done: Callable[[], bool], seconds: float | None = None, *, watch: bool = True) -> None:
+        """Raises StreamLost, having left the group, if it takes longer or, where it is watched, the peer has gone."""
+        seconds = STUCK_SECONDS if seconds is None else seconds
+        ends = time.monotonic() + seconds
+        while not done():
+            lost = f"not done in {seconds:g} s" if time.monotonic() > ends else ""
+            if watch and not lost and _has_ended(self._connection):
+                lost = "the other side has gone"
+            if lost:
+                self.close()
+                raise StreamLost(f"{self.kind}: {lost}")
+            time.sleep(_POLL_SECONDS)
 
 
 def join(stream: socket.socket, seal: Seal, rank: int, device: torch.device) -> PairGroup:
@@ -140,30 +180,36 @@ def join(stream: socket.socket, seal: Seal, rank: int, device: torch.device) -> 
 
     The stream is not blocking afterwards.
     """
-    kind = "gloo" if device.type == "cpu" else "nccl"
+    if device.type == "cpu":
+        return meet("gloo", stream, seal, rank, lambda store: _GlooPair(store, rank, stream))
+    return meet("nccl", stream, seal, rank, lambda store: _NcclPair(store, rank, device, stream))
+
+
+def meet(kind: str, stream: socket.socket, seal: Seal, rank: int, make: Callable[[PairStore], PairGroup]) -> PairGroup:
+    """What `make` makes with a store that both sides have in common, as `join` says."""
     store = PairStore(stream, seal, rank, time.monotonic() + JOIN_SECONDS[kind])
     group: PairGroup | None = None
     try:
         if rank == SENDER:
             store.set("joins", b"")  # the receiver joins when it hears something, and NCCL's sender would only listen
-        if kind == "gloo":
-            group = _GlooPair(store, rank, stream.getsockname()[0])
-        else:
-            group = _NcclPair(store, rank, device, stream)
+        group = make(store)
         store.finish()
     except (OSError, RuntimeError, ValueError, MemoryError) as error:  # torch's words for entries that make no sense
         if group is not None:
             group.close()
-        raise StreamLost(f"no {kind} group with the other side: {_first_line(error)}") from error
+        raise StreamLost(f"no {kind} group with the other side: {first_line(error)}") from error
     stream.setblocking(False)
     return group
 
 
 class _GlooPair(PairGroup):
-    def __init__(self, store: PairStore, rank: int, host: str) -> None:
+    kind = "gloo"
+
+    def __init__(self, store: PairStore, rank: int, connection: socket.socket) -> None:
+        super().__init__(torch.device("cpu"), connection)
         gloo: Any = dist.ProcessGroupGloo  # its stubs lack most of it
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
+        options._devices = [gloo.create_device(hostname=connection.getsockname()[0])]
         options._timeout = timedelta(seconds=JOIN_SECONDS["gloo"] / 5)  # of an attempt to connect; it makes five
         self._group: Any = gloo(store, rank, 2, options)
         self._peer = 1 - rank
@@ -172,49 +218,33 @@ class _GlooPair(PairGroup):
         try:
             self._group.send([tensor], self._peer, 0).wait(_patience())
         except RuntimeError as error:
-            raise StreamLost(f"gloo: {_first_line(error)}") from error
+            raise StreamLost(f"gloo: {first_line(error)}") from error
 
     def receive(self, tensor: torch.Tensor) -> None:
         try:
             self._group.recv([tensor], self._peer, 0).wait(_patience())
         except RuntimeError as error:
-            raise StreamLost(f"gloo: {_first_line(error)}") from error
-
-    def work(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def finish(self) -> None:
-        pass  # each call has waited
+            raise StreamLost(f"gloo: {first_line(error)}") from error
 
     def close(self) -> None:
         self._group = None
 
 
 class _NcclPair(PairGroup):
-    """A communicator and a stream of its own. `stream` is watched while it waits: its end is the other side's."""
+    """A communicator and a stream of its own."""
 
-    def __init__(self, store: PairStore, rank: int, device: torch.device, stream: socket.socket) -> None:
-        self._device = device
-        self._socket = stream
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    kind = "nccl"
+
+    def __init__(self, store: PairStore, rank: int, device: torch.device, connection: socket.socket) -> None:
+        super().__init__(device, connection)
         self._peer = 1 - rank
         self._aborted = False
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=JOIN_SECONDS["nccl"])
-        with _environment:
-            # Loopback unless somebody chose an interface; and a pair that hangs is ended here, by `_wait`: torch's own
-            # watchdog would end the process.
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-            before = {name: os.environ.get(name) for name in _WATCHDOG}
-            os.environ.update(_WATCHDOG)
-            try:
-                self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)  # its stubs lack most of it
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
+        # A pair that hangs is ended here, by `_wait_until`: torch's own watchdog would end the process.
+        with environment(_WATCHDOG):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # unless somebody chose an interface
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)  # its stubs lack most of it
         # The communicator is made with the first tensor, by way of the store: so that happens now.
         try:
             probe = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -223,7 +253,8 @@ class _NcclPair(PairGroup):
                     self.send(probe)
                 else:
                     self.receive(probe)
-            self._wait(JOIN_SECONDS["nccl"], watch=False)
+            assert self._stream is not None
+            self._wait_until(recorded(self._stream).query, JOIN_SECONDS["nccl"], watch=False)
         except BaseException:
             self.close()
             raise
@@ -233,16 +264,6 @@ class _NcclPair(PairGroup):
 
     def receive(self, tensor: torch.Tensor) -> None:
         self._behind(lambda: self._group.recv([tensor], self._peer, 0))
-
-    @contextlib.contextmanager
-    def work(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            yield
-
-    def finish(self) -> None:
-        self._wait(STUCK_SECONDS, watch=True)
 
     def close(self) -> None:
         if not self._aborted:
@@ -255,19 +276,7 @@ class _NcclPair(PairGroup):
         try:
             begin().wait()
         except RuntimeError as error:
-            raise StreamLost(f"nccl: {_first_line(error)}") from error
-
-    def _wait(self, seconds: float, *, watch: bool) -> None:
-        done = recorded(self._stream)
-        ends = time.monotonic() + seconds
-        while not done.query():  # type: ignore[no-untyped-call]
-            lost = f"not done in {seconds:g} s" if time.monotonic() > ends else ""
-            if watch and not lost and _has_ended(self._socket):
-                lost = "the other side has gone"
-            if lost:
-                self.close()
-                raise StreamLost(f"nccl: {lost}")
-            time.sleep(_POLL_SECONDS)
+            raise StreamLost(f"nccl: {first_line(error)}") from error
 
 
 _WATCHDOG = {
@@ -275,6 +284,24 @@ _WATCHDOG = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # it would ask a store in Python each second, and log that it cannot
 }
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str], *, unless_set: bool = False) -> Iterator[None]:
+    """What a library reads of this process's environment inside; others wait until it has."""
+    with _environment:
+        if unless_set:
+            settings = {name: value for name, value in settings.items() if name not in os.environ}
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def recorded(where: torch.device | torch.cuda.Stream) -> torch.cuda.Event:
@@ -297,5 +324,6 @@ def _has_ended(stream: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a library says, without where it was."""
     return str(error).partition("\n")[0][:300]

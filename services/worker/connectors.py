@@ -7,6 +7,7 @@ import torch
 import zmq
 
 from engine.engine import Engine
+from kv_transfer.connectors import nixl
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
@@ -20,7 +21,7 @@ log = structlog.get_logger()
 
 Secure = Callable[[zmq.Socket[bytes], bool], None]  # a socket, and whether it is the server's
 
-_OF_DEVICE = {"cpu": ("shared_memory", "tcp", "zmq", "gloo"), "cuda": ("cuda_ipc", "nccl")}
+_OF_DEVICE = {"cpu": ("shared_memory", "tcp", "zmq", "gloo", "nixl"), "cuda": ("cuda_ipc", "nccl", "nixl")}
 
 
 def can_move_kv(config: WorkerConfig) -> bool:
@@ -41,6 +42,8 @@ def check_connector(config: WorkerConfig) -> None:
             f"connector {config.connector}: with device {config.device} KV moves by {' or '.join(kinds)}; "
             "auto takes the first that works"
         )
+    if config.connector == "nixl" and not nixl.is_installed():
+        raise ConfigError("connector nixl: NIXL is not installed; docs/configuration.md says what to install")
 
 
 def offered(
@@ -65,6 +68,7 @@ def offered(
         "gloo": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
         "cuda_ipc": lambda: CudaIpcReceiver(tensor, pool),
         "nccl": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
+        "nixl": lambda: nixl.NixlReceiver(tensor, pool, generation, host, stream_key),
     }
     if segment is not None:
         make["shared_memory"] = lambda: SharedMemoryReceiver(segment, pool)
@@ -82,14 +86,15 @@ def offered(
 def _order(config: WorkerConfig, has_key: bool) -> tuple[str, ...]:
     """Best first. What leaves the machine is encrypted, or at least sealed, unless somebody says otherwise.
 
-    torch.distributed trusts what it is told, so its groups are for one machine, and for peers that have the key.
+    torch.distributed and NIXL trust what they are told, so they are for one machine, and for peers that have the key.
     """
     here = is_loopback(config.bind)
+    trusted = ("nixl",) if nixl.is_installed() else ()
     if config.device == "cuda":
-        return ("cuda_ipc", "nccl") if here and has_key else ("cuda_ipc",)
+        return ("cuda_ipc", "nccl", *trusted) if here and has_key else ("cuda_ipc",)
     if not here:
         return "shared_memory", "zmq", "tcp"
-    return ("shared_memory", "tcp", "zmq", "gloo") if has_key else ("shared_memory", "tcp", "zmq")
+    return ("shared_memory", "tcp", "zmq", "gloo", *trusted) if has_key else ("shared_memory", "tcp", "zmq")
 
 
 def open_sender(
@@ -107,6 +112,8 @@ def open_sender(
             if (device.type == "cpu") != (kind == "gloo"):
                 raise ConnectorError(f"{kind} moves no KV of a cache that lies on {device}")
             return DistributedSender(description, layout, stream_key, device)
+        case "nixl":
+            return nixl.NixlSender(description, layout, stream_key, device)
         case "cuda_ipc":
             return CudaIpcSender(description, layout, device)
     raise ConnectorError(f"the connector {kind!r} is not known here")

@@ -123,8 +123,10 @@ class Worker:
             take_devices(config.first_device, config.tensor_parallel)
         if config.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; `tandem doctor` says which torch this is")
-        if config.connector == "gloo" and self._key is None:
-            raise ConfigError("connector gloo: it trusts whoever it is connected to, so set TANDEM_CLUSTER_KEY")
+        if config.connector in ("gloo", "nixl") and self._key is None:
+            raise ConfigError(
+                f"connector {config.connector}: it trusts whoever it is connected to, so set TANDEM_CLUSTER_KEY"
+            )
         folder = Path(config.model)
         usual = _USUAL[config.device]
         # Peers reach the caches of all ranks through rank 0.

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
+from optional import needs_nixl
 
 NUM_REQUESTS = 200
 
@@ -65,7 +66,14 @@ def aggregated_answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 @pytest.mark.parametrize(
-    ("connector", "count"), [("shared_memory", NUM_REQUESTS), ("tcp", 60), ("zmq", 60), ("gloo", 60)]
+    ("connector", "count"),
+    [
+        ("shared_memory", NUM_REQUESTS),
+        ("tcp", 60),
+        ("zmq", 60),
+        ("gloo", 60),
+        pytest.param("nixl", 60, marks=needs_nixl),
+    ],
 )
 def test_disaggregated_equals_aggregated(
     connector: str, count: int, aggregated_answers: Answers, tmp_path: Path

@@ -7,6 +7,7 @@ import torch
 
 from kv_transfer.connectors.base import ConnectorError, SenderConnector
 from kv_transfer.connectors.distributed import DistributedSender
+from kv_transfer.connectors.nixl import NixlSender
 from kv_transfer.connectors.shared_memory import SharedMemorySender, SharedSegment
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
@@ -44,6 +45,8 @@ def main() -> None:
             connector = SharedMemorySender(command.description, command.layout)
         elif command.kind == "gloo":
             connector = DistributedSender(command.description, command.layout, b"k" * 32, torch.device("cpu"))
+        elif command.kind == "nixl":
+            connector = NixlSender(command.description, command.layout, b"k" * 32, torch.device("cpu"))
         elif command.kind == "tcp":
             connector = TcpSender(command.description, command.layout, b"")
         else:

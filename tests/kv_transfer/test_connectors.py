@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from optional import needs_nixl
 
 from engine.kv_cache import KVCache, KVCacheSpec
 from kv_transfer.connectors import shared_memory
@@ -23,6 +24,7 @@ from kv_transfer.connectors.base import (
     SenderIdentity,
 )
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
+from kv_transfer.connectors.nixl import NixlReceiver, NixlSender
 from kv_transfer.connectors.selection import Selection
 from kv_transfer.connectors.shared_memory import (
     SharedMemoryReceiver,
@@ -37,7 +39,7 @@ from kv_transfer.references import BlockRef
 
 INCARNATION = "d" * 32
 SENDER = SenderIdentity("p" * 32, "", 0, 0)
-KINDS = ["shared_memory", "tcp", "zmq", "gloo"]
+KINDS = ["shared_memory", "tcp", "zmq", "gloo", pytest.param("nixl", marks=needs_nixl)]
 
 
 def plain(socket: zmq.Socket[bytes], server: bool) -> None:
@@ -86,7 +88,9 @@ def make_pool(kind: str, num_blocks: int = 8, block_size: int = 4) -> Pool:
         return Pool(cache, SharedMemoryReceiver(segment, pool), generation, [segment])
     cache = KVCache(spec, num_blocks)
     receiver: ReceiverConnector
-    if kind == "gloo":
+    if kind == "nixl":
+        receiver = NixlReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"k" * 32)
+    elif kind == "gloo":
         receiver = DistributedReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"k" * 32)
     elif kind == "tcp":
         receiver = TcpReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"")
@@ -114,6 +118,8 @@ def kind_of(pool: Pool) -> str:
 
 
 def open_offer(kind: str, description: bytes, layout: str) -> SenderConnector:
+    if kind == "nixl":
+        return NixlSender(description, layout, b"k" * 32, torch.device("cpu"))
     if kind == "gloo":
         return DistributedSender(description, layout, b"k" * 32, torch.device("cpu"))
     if kind == "tcp":
@@ -275,7 +281,7 @@ def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
         bad += [
             {"address": address} for address in ("", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://127.0.0.1:x", 3)
         ]
-    elif kind in ("tcp", "gloo"):
+    elif kind in ("tcp", "gloo", "nixl"):
         bad += [{"host": host} for host in ("", "localhost", "192.0.2.1", "::ffff:192.0.2.1", "127.0.0.1:1", "/", 3)]
         bad += [{"port": port} for port in (0, -1, 1 << 16, "http", 1)]  # nobody listens on port 1
     else:

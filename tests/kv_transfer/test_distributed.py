@@ -1,4 +1,4 @@
-"""torch.distributed as a connector: peers that hang, die or are strangers, and groups that are made anew."""
+"""Pairs, over gloo and NIXL: peers that hang, die or are strangers, and pairs that are made anew."""
 
 import os
 import signal
@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from optional import needs_nixl
 
 from engine.kv_cache import KVCache, KVCacheSpec
 from kv_transfer.connectors import process_group, tcp_sender
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, SenderConnector, SenderIdentity
-from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender, _ReceivingPair
+from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender, ReceivingPair
+from kv_transfer.connectors.nixl import NixlReceiver, NixlSender
 from kv_transfer.connectors.process_group import RECEIVER, SENDER, Entry, PairStore
 from kv_transfer.connectors.tcp_wire import Header, Seal, StreamLost, greet_receiver
 from kv_transfer.references import BlockRef
@@ -23,18 +25,19 @@ from services.worker.connectors import open_sender
 
 D, KEY = "d" * 32, b"k" * 32
 CPU = torch.device("cpu")
+KINDS = {"gloo": (DistributedReceiver, DistributedSender), "nixl": (NixlReceiver, NixlSender)}
+both_kinds = pytest.mark.parametrize("kind", ["gloo", pytest.param("nixl", marks=needs_nixl)])
 SENDER_PROCESS = SenderIdentity("p" * 32, "", 0, 0)
 SPEC = KVCacheSpec(num_layers=3, block_size=1024, num_kv_heads=2, head_dim=64, dtype=torch.float32)  # 1 MiB a row
 
 
 class Pool:
-    def __init__(self, key: bytes = KEY, num_blocks: int = 8) -> None:
+    def __init__(self, kind: str, key: bytes = KEY, num_blocks: int = 8) -> None:
+        self.kind = kind
         self.cache = KVCache(SPEC, num_blocks)
         self.generation = [0] * num_blocks
         description = PoolDescription(D, num_blocks, SPEC.block_bytes, SPEC.layer_bytes, SPEC.layout)
-        self.receiver = DistributedReceiver(
-            self.cache.tensor, description, self.generation.__getitem__, "127.0.0.1", key
-        )
+        self.receiver = KINDS[kind][0](self.cache.tensor, description, self.generation.__getitem__, "127.0.0.1", key)
 
     def expect(self, transfer_id: str, *blocks: int) -> list[BlockRef]:
         for block in blocks:
@@ -45,7 +48,7 @@ class Pool:
 
     def command(self, transfer_id: str, refs: list[BlockRef], repeat: int = 1) -> str:
         command = {
-            "kind": "gloo",
+            "kind": self.kind,
             "description": self.receiver.describe(),
             "layout": SPEC.layout,
             "shape": list(self.cache.tensor.shape),
@@ -58,12 +61,12 @@ class Pool:
         return msgspec.msgpack.encode(command).hex() + "\n"
 
     def sender(self, key: bytes = KEY) -> DistributedSender:
-        return DistributedSender(self.receiver.describe(), SPEC.layout, key, CPU)
+        return KINDS[self.kind][1](self.receiver.describe(), SPEC.layout, key, CPU)
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool()
+@pytest.fixture(params=["gloo", pytest.param("nixl", marks=needs_nixl)])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    made = Pool(request.param)
     yield made
     made.receiver.close()
 
@@ -146,20 +149,20 @@ def test_a_receiver_that_hangs_fails_the_transfer_and_the_next_has_a_new_pair(
     sender = pool.sender()
     transfer(pool, sender, "a/0", source)
     hangs = threading.Event()
-    take = _ReceivingPair._receive
+    take = ReceivingPair._receive
 
-    def receive(self: _ReceivingPair, num_bytes: int) -> torch.Tensor:
+    def receive(self: ReceivingPair, num_bytes: int) -> torch.Tensor:
         if not hangs.is_set():
             hangs.wait(20)
         return take(self, num_bytes)
 
-    monkeypatch.setattr(_ReceivingPair, "_receive", receive)
+    monkeypatch.setattr(ReceivingPair, "_receive", receive)
     refs = pool.expect("b/0", 2, 3)
     sender.push("b/0", 0, source, [0, 1], refs)
     started = time.monotonic()
     sender.push("c/0", 0, source, [0, 1], refs)
     sender.stop("c/0")
-    with pytest.raises(ConnectorError, match="does not take KV bytes: gloo"):
+    with pytest.raises(ConnectorError, match=f"does not take KV bytes: {pool.kind}"):
         sender.flush("b/0")
     assert time.monotonic() - started < 5
     pool.receiver.finish("b/0")
@@ -172,9 +175,9 @@ def test_a_receiver_that_hangs_fails_the_transfer_and_the_next_has_a_new_pair(
 def test_a_transfer_shut_out_while_its_payload_comes_is_not_written(
     pool: Pool, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = _ReceivingPair._receive
+    take = ReceivingPair._receive
 
-    def receive(self: _ReceivingPair, num_bytes: int) -> torch.Tensor:
+    def receive(self: ReceivingPair, num_bytes: int) -> torch.Tensor:
         payload = take(self, num_bytes)
         assert pool.receiver.fence("r/0", SENDER_PROCESS)
         return payload
@@ -182,13 +185,13 @@ def test_a_transfer_shut_out_while_its_payload_comes_is_not_written(
     sender = pool.sender()
     transfer(pool, sender, "a/0", source)
     pool.cache.tensor.zero_()
-    monkeypatch.setattr(_ReceivingPair, "_receive", receive)
+    monkeypatch.setattr(ReceivingPair, "_receive", receive)
     refs = pool.expect("r/0", 0, 2)
     sender.push("r/0", 0, source, [0, 1], refs)
     sender.flush("r/0")
     wait_until(lambda: pool.receiver.counters.refused.get("unexpected"))
     assert not pool.cache.tensor.any()
-    monkeypatch.setattr(_ReceivingPair, "_receive", take)
+    monkeypatch.setattr(ReceivingPair, "_receive", take)
     transfer(pool, sender, "s/0", source)
     sender.close()
 
@@ -197,9 +200,9 @@ def test_a_copy_into_pages_that_is_late_is_waited_for_and_delays_the_caller_litt
     pool: Pool, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, ends = threading.Event(), threading.Event()
-    scatter = _ReceivingPair._scatter
+    scatter = ReceivingPair._scatter
 
-    def late(self: _ReceivingPair, header: Header, payload: torch.Tensor) -> None:
+    def late(self: ReceivingPair, header: Header, payload: torch.Tensor) -> None:
         began.set()
         assert ends.wait(20)
         scatter(self, header, payload)
@@ -207,7 +210,7 @@ def test_a_copy_into_pages_that_is_late_is_waited_for_and_delays_the_caller_litt
     sender = pool.sender()
     transfer(pool, sender, "a/0", source)
     pool.cache.tensor.zero_()
-    monkeypatch.setattr(_ReceivingPair, "_scatter", late)
+    monkeypatch.setattr(ReceivingPair, "_scatter", late)
     refs = pool.expect("r/0", 0, 2)
     sender.push("r/0", 0, source, [0, 1], refs)
     sender.flush("r/0")
@@ -227,7 +230,9 @@ def test_a_copy_into_pages_that_is_late_is_waited_for_and_delays_the_caller_litt
     sender.close()
 
 
-def test_a_cache_on_another_kind_of_device_is_refused(pool: Pool) -> None:
+def test_a_cache_on_another_kind_of_device_is_refused() -> None:
+    pool = Pool("gloo")
+
     def open_for(device: str, kind: str) -> SenderConnector:
         return open_sender(
             torch.device(device), KEY, lambda socket, server: None, SPEC.layout, kind, pool.receiver.describe()
@@ -238,12 +243,14 @@ def test_a_cache_on_another_kind_of_device_is_refused(pool: Pool) -> None:
         open_for("cpu", "nccl")
     with pytest.raises(ConnectorError, match="gloo moves no KV of a cache that lies on cuda:0"):
         open_for("cuda:0", "gloo")
+    pool.receiver.close()
 
 
-def test_strangers_get_no_group(source: torch.Tensor) -> None:
+@both_kinds
+def test_strangers_get_no_group(kind: str, source: torch.Tensor) -> None:
     with pytest.raises(ConnectorError, match="a cluster key is needed"):
-        Pool(b"")
-    pool = Pool()
+        Pool(kind, b"")
+    pool = Pool(kind)
     try:
         with pytest.raises(ConnectorError, match="a cluster key is needed"):
             pool.sender(b"")
@@ -261,6 +268,7 @@ def sealed(*entries: object) -> Callable[[Seal], bytes]:
     return lambda seal: b"".join(seal.close_bytes(msgspec.msgpack.encode(entry)) for entry in entries)
 
 
+@both_kinds
 @pytest.mark.parametrize(
     "said",
     [
@@ -276,11 +284,11 @@ def sealed(*entries: object) -> Callable[[Seal], bytes]:
     ids=["noise", "other seal", "short", "types", "map", "nothing", "garbage", "long"],
 )
 def test_a_handshake_that_is_off_ends_that_stream_alone(
-    said: Callable[[Seal], bytes], source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    kind: str, said: Callable[[Seal], bytes], source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said by one who has the key."""
-    monkeypatch.setitem(process_group.JOIN_SECONDS, "gloo", 2.0)
-    pool = Pool()
+    monkeypatch.setitem(process_group.JOIN_SECONDS, kind, 2.0)
+    pool = Pool(kind)
     try:
         description = msgspec.msgpack.decode(pool.receiver.describe())
         liar = socket.create_connection((description["host"], description["port"]), 10)
@@ -334,7 +342,7 @@ def test_a_peer_whose_address_swallows_everything_costs_the_deadline_and_no_more
     for caller in callers:
         caller.setblocking(False)
         caller.connect_ex(hole.getsockname())
-    pool = Pool()
+    pool = Pool("gloo")
     try:
         description = msgspec.msgpack.decode(pool.receiver.describe())
         liar = socket.create_connection((description["host"], description["port"]), 10)
