@@ -28,6 +28,7 @@ class Connector(StrEnum):
     gloo = "gloo"
     cuda_ipc = "cuda_ipc"
     nccl = "nccl"
+    nixl = "nixl"
 
 
 class Layout(StrEnum):
@@ -53,9 +54,9 @@ def bench(
     The last pair of GB/s and µs is the raw link's.
 
     **GB/s** counts from the first push until the last byte is in its page; medians of rounds. It includes the
-    checksums that connectors take of frames: tcp, zmq and gloo; shared_memory, cuda_ipc and nccl take none. Blocks are
-    those of a model of 8 billion parameters: 32 layers of 64 KiB. A transfer pushes one layer of all blocks after the
-    other, as a prefill does; on devices all of them at once, as a prefill by a CUDA graph does.
+    checksums that connectors take of frames: all but shared_memory and what moves KV between devices. Blocks are those
+    of a model of 8 billion parameters: 32 layers of 64 KiB. A transfer pushes one layer of all blocks after the other,
+    as a prefill does; on devices all of them at once, as a prefill by a CUDA graph does.
 
     **verified** is the same until all pages were compared, too, as workers do: after the last byte each side takes a
     sum of each page, xxh3_64 on CPU, a weighted sum of its words on a CUDA device.
@@ -63,16 +64,16 @@ def bench(
     **µs** is the same as GB/s for one layer of one block, of which no sum of pages is taken.
 
     **of limit** is GB/s as a share of the raw link's, which is measured in rounds that alternate with the connector's:
-    for shared memory a plain copy by one process into memory of the other; for cuda_ipc and nccl one copy of one
+    for shared memory and nixl a plain copy by one process into memory of the other; between devices one copy of one
     buffer by a device's copy engine into the other process's device memory; for the others one socket over loopback
     that carries the same bytes between two processes, unpacked, unchecked, from and to one buffer. More than 100 % is
     possible where several streams use several cores.
 
-    TCP, gloo and NCCL run with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without. A busy
-    machine slows connector and link alike; compare shares across runs, not GB/s.
+    TCP, gloo, NCCL and NIXL run with a key and ZMQ with CURVE encryption, as in a cluster; ZMQ is also shown without.
+    A busy machine slows connector and link alike; compare shares across runs, not GB/s.
 
-    The first CUDA device receives and the second sends; where there is one, cuda_ipc copies within it and nccl is
-    skipped.
+    The first CUDA device receives and the second sends; where there is one, cuda_ipc and nixl copy within it and
+    nccl is skipped.
 
     Examples:
 

@@ -12,6 +12,7 @@ import zmq
 from engine.kv_cache import KVCache
 from kv_transfer.bench.links import Link, RawDevice, RawMemory, RawSocket
 from kv_transfer.bench.messages import SPEC, Open
+from kv_transfer.connectors import nixl
 from kv_transfer.connectors.base import PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
@@ -81,6 +82,15 @@ def _send_distributed(to: Open) -> SenderConnector:
     return DistributedSender(to.description, SPEC.layout, to.key, torch.device(to.device))
 
 
+def _nixl(to: Destination) -> Receiver:
+    cache = to.cache()
+    return cache, nixl.NixlReceiver(cache.tensor, to.pool, to.generation, _HOST, to.key)
+
+
+def _send_nixl(to: Open) -> SenderConnector:
+    return nixl.NixlSender(to.description, SPEC.layout, to.key, torch.device(to.device))
+
+
 def _cuda_ipc(to: Destination) -> Receiver:
     cache = to.cache()
     return cache, CudaIpcReceiver(cache.tensor, to.pool)
@@ -102,6 +112,8 @@ WAYS = {
         num_devices=1,
     ),
     "nccl": Way("nccl", _distributed, _send_distributed, RawDevice, num_devices=2),
+    "nixl": Way("nixl", _nixl, _send_nixl, RawMemory),
+    "nixl cuda": Way("nixl", _nixl, _send_nixl, RawDevice, num_devices=1),
 }
 
 
@@ -120,6 +132,8 @@ def peer_access() -> bool | None:
 
 def why_not(way: Way) -> str:
     """Why this machine cannot measure it; empty: it can."""
+    if way.connector == "nixl" and not nixl.is_installed():
+        return "NIXL is not installed"
     if (found := torch.cuda.device_count()) < way.num_devices:
         needed = "a CUDA device" if way.num_devices == 1 else f"{way.num_devices} CUDA devices"
         return f"needs {needed}, torch sees {found}"

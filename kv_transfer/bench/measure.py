@@ -161,7 +161,7 @@ def run(connector: str | None, num_bytes: int, layouts: list[str], command: str,
     """
     chosen = [name for name, way in WAYS.items() if connector in (None, way.connector)]
     reasons = {name: reason for name in chosen if (reason := why_not(WAYS[name]))}
-    if connector and reasons:
+    if len(reasons) == len(chosen):
         raise ConnectorError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     sender, receiver = map(torch.cuda.get_device_name, devices() or ()) if devices() else ("", "")
     report = Report(

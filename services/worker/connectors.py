@@ -89,12 +89,13 @@ def _order(config: WorkerConfig, has_key: bool) -> tuple[str, ...]:
     torch.distributed and NIXL trust what they are told, so they are for one machine, and for peers that have the key.
     """
     here = is_loopback(config.bind)
-    trusted = ("nixl",) if nixl.is_installed() else ()
+    if_installed = ("nixl",) if nixl.is_installed() else ()
     if config.device == "cuda":
-        return ("cuda_ipc", "nccl", *trusted) if here and has_key else ("cuda_ipc",)
+        return ("cuda_ipc", "nccl", *if_installed) if here and has_key else ("cuda_ipc",)
     if not here:
         return "shared_memory", "zmq", "tcp"
-    return ("shared_memory", "tcp", "zmq", "gloo", *trusted) if has_key else ("shared_memory", "tcp", "zmq")
+    trusting = (*if_installed, "gloo") if has_key else ()
+    return "shared_memory", "tcp", "zmq", *trusting
 
 
 def open_sender(

@@ -11,19 +11,21 @@ from unittest import mock
 
 import grpc.aio
 import msgspec
+import torch
 import xxhash
 from chaos.control_proxy import ControlProxy
 from chaos.faults import Faults
 from chaos.faulty_sender import FaultySender
 from chaos.mock_engine import BLOCK, FINGERPRINT, MockEngine
-from chaos.stream_proxy import StreamProxy, tcp_units, zmtp_units
+from chaos.stream_proxy import StreamProxy, pair_units, tcp_units, zmtp_units
 
 from engine.engine import StepOutput
 from engine.request import Request, SamplingParams
 from kv_transfer import checksums
-from kv_transfer.connectors import tcp_wire, zmq_stream
+from kv_transfer.connectors import process_group, tcp_wire, zmq_stream
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
+from kv_transfer.connectors.nixl import NixlReceiver, NixlSender
 from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
 from kv_transfer.connectors.tcp import TcpReceiver
 from kv_transfer.connectors.tcp_sender import TcpSender
@@ -45,6 +47,8 @@ from services.worker.token_publisher import TokenPublisher
 
 CONNECTORS = ("shared_memory", "zmq", "tcp")
 LEASE_SECONDS = 0.8
+_KEY = b"k" * 32  # of pairs
+_UNITS = {"zmq": zmtp_units, "gloo": pair_units, "nixl": pair_units}
 _TICK_SECONDS = 0.02
 _HOST = "127.0.0.1"
 
@@ -60,6 +64,7 @@ def short_waits() -> Iterator[None]:
         mock.patch.object(prefix_costs, "_ASSUMED", 40.0),
         mock.patch.object(zmq_stream, "_STUCK_SECONDS", 0.5),
         mock.patch.object(tcp_wire, "STUCK_SECONDS", 0.5),
+        mock.patch.object(process_group, "STUCK_SECONDS", 0.5),
     ):
         yield
 
@@ -188,7 +193,9 @@ class Decode(Worker):
             assert self.segment is not None
             return SharedMemoryReceiver(self.segment, pool)
         if kind == "gloo":
-            return DistributedReceiver(tensor, pool, generation, _HOST, b"k" * 32)
+            return DistributedReceiver(tensor, pool, generation, _HOST, _KEY)
+        if kind == "nixl":
+            return NixlReceiver(tensor, pool, generation, _HOST, _KEY)
         if kind == "zmq":
             return ZmqReceiver(tensor, pool, generation, _HOST, _insecure)
         return TcpReceiver(tensor, pool, generation, _HOST, b"")
@@ -240,7 +247,7 @@ class Pair:
         self.decode = Decode((self.kind, *self._others), self._crash)
         self.prefill = Prefill(self._open_connector, self._forced, self._prefill_block_size, self._crash)
         self.control = ControlProxy(self.faults)
-        self.stream = StreamProxy(self.faults, zmtp_units if self.kind == "zmq" else tcp_units)
+        self.stream = StreamProxy(self.faults, _UNITS.get(self.kind, tcp_units))
         if not self._fenced:
             self.decode.connector.finish = lambda transfer_id: None  # type: ignore[method-assign]
         self.decode.receiver._verify = partial(self._slowly, self.decode.receiver._verify)  # type: ignore[method-assign]
@@ -328,9 +335,7 @@ class Pair:
 
     def _open_connector(self, layout: str, kind: str, description: bytes) -> SenderConnector:
         if kind in self._others:
-            if kind == "gloo":
-                return DistributedSender(description, layout, b"k" * 32, self.prefill.engine.kv_cache.tensor.device)
-            return ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
+            return _stream_sender(layout, kind, description)
         if kind != self.kind:
             raise ConnectorError("another kind is tested")
         if kind == "shared_memory":
@@ -338,12 +343,22 @@ class Pair:
             table = memory._generations
             present = None if self._fenced else lambda block: int(table[block])
             return FaultySender(memory, self.faults, self._later, present)
-        inner = ZmqSender(description, layout, _insecure) if kind == "zmq" else TcpSender(description, layout, b"")
-        return FaultySender(inner, self.faults, self._later, None)
+        return FaultySender(_stream_sender(layout, kind, description), self.faults, self._later, None)
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         thread, loop = self.prefill.thread, self.prefill.thread._loop
         loop.call_soon_threadsafe(loop.call_later, seconds, thread.post, call)
+
+
+def _stream_sender(layout: str, kind: str, description: bytes) -> SenderConnector:
+    match kind:
+        case "gloo":
+            return DistributedSender(description, layout, _KEY, torch.device("cpu"))
+        case "nixl":
+            return NixlSender(description, layout, _KEY, torch.device("cpu"))
+        case "zmq":
+            return ZmqSender(description, layout, _insecure)
+    return TcpSender(description, layout, b"")
 
 
 def _insecure(socket: object, server: bool) -> None:

@@ -43,6 +43,15 @@ async def tcp_units(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, 
         yield prefix + header + payload, True
 
 
+async def pair_units(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bool]]:
+    """What a sender tells over the stream of a pair: entries, then headers; their payloads go elsewhere."""
+    for part in (48, 32):
+        yield await reader.readexactly(part), False
+    while True:
+        prefix = await reader.readexactly(tcp_wire.PREFIX_BYTES)
+        yield prefix + await reader.readexactly(int.from_bytes(prefix[:4], "little")), True
+
+
 class StreamProxy:
     """Stands at `port` for the receiver at `target`, for any number of connections."""
 

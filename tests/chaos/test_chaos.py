@@ -17,6 +17,7 @@ from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
 from chaos.mock_engine import BLOCK, reference
 from chaos.pair import CONNECTORS, linked, without_checksums
+from optional import needs_nixl
 from prometheus_client import generate_latest
 
 from engine.engine import Reservation
@@ -32,6 +33,8 @@ from services.rpc import router_pb2, trace_pb2, worker_pb2
 from services.worker import links, receiving, sending
 from services.worker.timelines import Timeline
 
+PAIRS = ["gloo", pytest.param("nixl", marks=needs_nixl)]  # headers over a stream, payloads over another way
+
 
 async def run(
     connector: str,
@@ -46,7 +49,7 @@ async def run(
         return await Load(pair, abort_share=abort_share).run(requests)
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("connector", [*CONNECTORS, *PAIRS])
 async def test_without_faults_all_kv_is_transferred(connector: str) -> None:
     async with linked(connector, Faults(dice(1), {})) as pair:
         outcome = await Load(pair, abort_share=0).run(40)
@@ -55,7 +58,7 @@ async def test_without_faults_all_kv_is_transferred(connector: str) -> None:
     assert committed == 40
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("connector", [*CONNECTORS, *PAIRS])
 async def test_random_faults_change_no_token_and_leave_no_block(connector: str) -> None:
     faults = Faults(dice(2), everywhere())
     outcome = await run(connector, faults, 200)

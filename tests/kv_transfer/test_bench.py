@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kv_transfer.bench.connectors import WAYS
+from kv_transfer.connectors import nixl
 from services.kv import Connector
 
 BENCH = [sys.executable, "-m", "services.cli", "kv", "bench"]
@@ -26,7 +27,8 @@ def test_every_connector_of_cpus_and_layout_is_measured_beside_its_link(tmp_path
     assert ended.returncode == 0, ended.stderr
     shown = ended.stdout
     report = json.loads(file.read_text())
-    of_cpus = [result for result in report["results"] if result["connector"] not in ("cuda_ipc", "nccl")]
+    of_devices = ("cuda_ipc", "nccl", "nixl cuda")
+    of_cpus = [result for result in report["results"] if result["connector"] not in of_devices]
     measured = [(result["connector"], result["layout"], result["limit"]) for result in of_cpus]
     assert measured == [
         (connector, layout, limit)
@@ -37,6 +39,7 @@ def test_every_connector_of_cpus_and_layout_is_measured_beside_its_link(tmp_path
             ("zmq", "socket"),
             ("zmq plain", "socket"),
             ("gloo", "socket"),
+            *([("nixl", "memory copy")] if nixl.is_installed() else []),
         )
     ]
     for result in report["results"]:

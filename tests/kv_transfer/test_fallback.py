@@ -13,6 +13,7 @@ import pytest
 from chaos.faults import Faults, Rates, dice, everywhere
 from chaos.load import Load
 from chaos.pair import Pair, linked
+from optional import needs_nixl
 
 from kv_transfer.connectors import selection
 from kv_transfer.connectors.shared_memory import SharedMemorySender
@@ -33,7 +34,10 @@ def landed(pair: Pair, kind: str) -> int:
     return int(pair.decode.metrics.transfer_bytes.labels(kind)._value.get())
 
 
-@pytest.mark.parametrize(("kind", "following"), [("tcp", "zmq"), ("zmq", "tcp"), ("tcp", "gloo")])
+@pytest.mark.parametrize(
+    ("kind", "following"),
+    [("tcp", "zmq"), ("zmq", "tcp"), ("tcp", "gloo"), pytest.param("tcp", "nixl", marks=needs_nixl)],
+)
 @pytest.mark.parametrize("fault", ["cut", "corrupt", "half-open"])
 async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, following: str, fault: str) -> None:
     """No prompt is computed twice."""
