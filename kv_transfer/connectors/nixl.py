@@ -103,7 +103,7 @@ class NixlPair(PairGroup):
     def buffer(self, num_bytes: int) -> torch.Tensor:
         """Memory that the library knows; a sender's stays the same."""
         if len(self._buffer) < num_bytes:
-            with _library_errors():
+            with self.work(), _library_errors():
                 if self._registered is not None:
                     self._agent.deregister_memory(self._registered)
                 memory = super().buffer(num_bytes)
@@ -141,13 +141,14 @@ class NixlPair(PairGroup):
         agent, self._agent = self._agent, None
         if agent is None:
             return
-        if self._read is not None:
-            with contextlib.suppress(Exception):
-                self._read.release()
-            if self._stream is not None:  # what its device was told to copy, it does
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.synchronize(self._device)
-        self._read = None
+        with self.work():
+            if self._read is not None:
+                with contextlib.suppress(Exception):
+                    self._read.release()
+                if self._stream is not None:  # what its device was told to copy, it does
+                    with contextlib.suppress(RuntimeError):
+                        torch.cuda.synchronize(self._device)
+            self._read = self._registered = agent = None  # the last references: it ends here
 
     def _has_been_read(self) -> bool:
         self._state = self._agent.check_xfer_state(self._read)

@@ -120,8 +120,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = str(tiny_model(folder / "tiny"))
-        workers = ("--prefill", "1", "--decode", "2", "--threads", "1", "--kv-memory", "512MiB", "--max-running", "1024")
-        cluster = start_cluster(folder, *workers, "--dummy-seed", "5", "--local-prefill-tokens", "0", model=model)
+        workers = ("--prefill", "1", "--decode", "2", "--threads", "1")
+        room = ("--kv-memory", "512MiB", "--max-running", "1024")
+        cluster = start_cluster(
+            folder, *workers, *room, "--dummy-seed", "5", "--local-prefill-tokens", "0", model=model
+        )
         try:
             books = asyncio.run(rounds(cluster, options))
             if books.wrong:

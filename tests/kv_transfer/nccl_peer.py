@@ -8,10 +8,12 @@ import torch
 
 from kv_transfer.connectors.base import ConnectorError
 from kv_transfer.connectors.distributed import DistributedSender
+from kv_transfer.connectors.nixl import NixlSender
 from kv_transfer.references import BlockRef
 
 
 class Command(msgspec.Struct):
+    kind: str  # of connector
     description: bytes
     layout: str
     shape: list[int]  # of the source cache, bfloat16, filled from 0 upwards
@@ -45,7 +47,8 @@ def main() -> None:
         rounds = 0
         try:
             if connector is None:
-                connector = DistributedSender(command.description, command.layout, b"k" * 32, device)
+                kind = NixlSender if command.kind == "nixl" else DistributedSender
+                connector = kind(command.description, command.layout, b"k" * 32, device)
             carried = connector.counters.bytes
             while command.repeat == 0 or rounds < command.repeat:
                 for layers in (range(1), range(1, command.shape[1])):

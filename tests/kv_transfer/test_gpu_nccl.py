@@ -1,6 +1,6 @@
-"""KV between the memories of two CUDA devices over NCCL: bytes arrive, peers that hang or die are shut out.
+"""KV between memories of CUDA devices over NCCL and NIXL: bytes arrive, peers that hang or die are shut out.
 
-Needs two devices, torch, msgspec, xxhash, structlog and pytest.
+Needs two devices, for NIXL one; torch, msgspec, xxhash, structlog and pytest.
 """
 
 import os
@@ -14,19 +14,25 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from optional import needs_nixl
 
 from engine.kv_cache import KVCacheSpec
 from kv_transfer.connectors import process_group
 from kv_transfer.connectors.base import PoolDescription, SenderIdentity
 from kv_transfer.connectors.distributed import DistributedReceiver
+from kv_transfer.connectors.nixl import NixlReceiver
 from kv_transfer.references import BlockRef
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(300),
 ]
 
+COUNT = torch.cuda.device_count()
+KINDS = [
+    pytest.param("nccl", marks=pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")),
+    pytest.param("nixl", marks=[pytest.mark.skipif(COUNT < 1, reason="needs a CUDA device"), needs_nixl]),
+]
 PEER = Path(__file__).with_name("nccl_peer.py")
 SPEC = KVCacheSpec(num_layers=8, block_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 D = "d" * 32
@@ -35,7 +41,7 @@ BLOCKS = 64
 
 
 class Peer:
-    """`nccl_peer.py` on device 1."""
+    """`nccl_peer.py` on device 1, or where there is one."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(PEER.parents[2]), *filter(None, sys.path)))}
@@ -46,10 +52,11 @@ class Peer:
 
     def tell(self, pool: "Pool", transfer_id: str, refs: list[BlockRef], repeat: int = 1) -> None:
         command = {
+            "kind": pool.receiver.capabilities.kind,
             "description": pool.receiver.describe(),
             "layout": SPEC.layout,
             "shape": list(pool.tensor.shape),
-            "device": 1,
+            "device": min(1, COUNT - 1),
             "transfer_id": transfer_id,
             "source_blocks": list(range(len(refs))),
             "blocks": refs,
@@ -71,12 +78,12 @@ class Peer:
 class Pool:
     """A decode worker's pages on device 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         shape = (BLOCKS, SPEC.num_layers, SPEC.block_size, SPEC.num_kv_heads, 2 * SPEC.head_dim)
         self.tensor = torch.zeros(shape, dtype=SPEC.dtype, device="cuda:0")
         self.generation = [0] * BLOCKS
         description = PoolDescription(D, BLOCKS, SPEC.block_bytes, SPEC.layer_bytes, SPEC.layout)
-        self.receiver = DistributedReceiver(
+        self.receiver = (NixlReceiver if kind == "nixl" else DistributedReceiver)(
             self.tensor, description, self.generation.__getitem__, "127.0.0.1", b"k" * 32
         )
 
@@ -96,9 +103,9 @@ class Pool:
         return torch.equal(found.view(torch.int16), self.expected(len(blocks)).view(torch.int16))
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool()
+@pytest.fixture(params=KINDS)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    made = Pool(request.param)
     yield made
     made.receiver.close()
 
@@ -133,7 +140,6 @@ def transfer(pool: Pool, peer: Peer, name: str, blocks: list[int]) -> None:
 
 
 def test_bytes_arrive_whole_and_nowhere_else(pool: Pool, peers: Callable[[], Peer]) -> None:
-    assert pool.receiver.capabilities.kind == "nccl"
     peer = peers()
     blocks = [40, 3, 17, 5, 63, 0]
     transfer(pool, peer, "a/0", blocks)

@@ -173,6 +173,19 @@ def test_a_read_from_a_sender_that_hangs_is_given_up_and_writes_no_page(
 
 
 @needs_nixl
+def test_pairs_leave_no_descriptor_and_no_thread(pool: Pool) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    pool.transfer("warm/0")
+    wait_until(lambda: not pool.receiver._streams)
+    before = held()
+    for number in range(4):
+        pool.transfer(f"r{number}/0")
+    wait_until(lambda: held() == before, 10)
+
+
+@needs_nixl
 def test_sockets_of_workers_on_loopback_are_on_loopback(pool: Pool) -> None:
     stream, store = pool.greet()
     store.set("joins", b"")
