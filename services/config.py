@@ -77,6 +77,7 @@ class WorkerConfig(ClusterConfig, kw_only=True):
     threads: int = 1  # compute threads
     worker_port: int = 0  # of the gRPC server; 0: any free one
     connector: Literal["auto", "shared_memory", "tcp", "zmq", "gloo", "cuda_ipc", "nccl", "nixl"] = "auto"
+    kv_codec: Literal["auto", "off"] = "auto"  # packs KV on tcp links that are slower than the packing
     drain_seconds: float = 5.0
 
 

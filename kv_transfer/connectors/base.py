@@ -37,6 +37,13 @@ class ConnectorCounters:
     bytes: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by kind: generation, range, checksum, malformed, ...
     on_refuse: Callable[[str], None] | None = None  # told each kind as it comes, on any thread
+    on_unpack: Callable[[int, int], None] | None = None  # told bytes of each payload that came packed: before and after
+
+    def count(self, num_bytes: int, packed: int | None = None) -> None:
+        """Counts bytes of KV that were moved, `packed` ones on the way; None: as they are."""
+        self.bytes += num_bytes
+        if packed is not None and self.on_unpack is not None:
+            self.on_unpack(packed, num_bytes)
 
     def refuse(self, kind: str) -> None:
         """Counts one message or push that was not written."""
@@ -170,6 +177,10 @@ class SenderConnector(ABC):
 
         May block. Raises ConnectorError when the receiver takes nothing.
         """
+
+    def condition(self) -> str:
+        """For people: what the connector finds of its link, if it looks."""
+        return ""
 
     @abstractmethod
     def stop(self, transfer_id: str) -> None:

@@ -35,7 +35,7 @@ class DistributedReceiver(TcpReceiver):
         self.capabilities = GLOO if tensor.is_cpu else NCCL
         _require(key)
         self._to_pass: dict[str, list[ReceivingStream]] = {}  # by transfer that is being shut out
-        super().__init__(tensor, pool, generation, host, key)
+        super().__init__(tensor, pool, generation, host, key, codecs=())
 
     def fence(self, transfer_id: str, sender: SenderIdentity) -> bool:
         """At once, unless a device is late with copies into pages: then it is to be asked again."""
@@ -88,7 +88,7 @@ class ReceivingPair(ReceivingStream):
         with self._lock:
             if not expected.closed:
                 self._scatter(header, payload)
-                receiver.landed(expected, header.length)
+                receiver.landed(expected, header)
                 return
         receiver.refuse("unexpected", "the transfer ended in the middle of a frame")
 

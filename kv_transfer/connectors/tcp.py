@@ -2,7 +2,8 @@
 
 Before one byte of a payload is taken, its header is: transfer, blocks and length must be expected here. What is not
 is read off into a scratch buffer, dropped and counted. Each stream has a thread on either side, so that copies and
-checksums of one transfer run in parallel and a peer that is slow delays nobody.
+checksums of one transfer run in parallel and a peer that is slow delays nobody. A payload that was packed (`codec`) is
+unpacked and checked beside the pool and copied into the pages then.
 
 The receiver takes bytes in calls that do not wait, each made holding the stream's lock and after a look at whether the
 transfer is still expected. So a transfer is shut out by marking it, then passing the lock of each stream once: no write
@@ -32,6 +33,7 @@ from kv_transfer.connectors.base import (
     ConnectorError,
     PoolDescription,
 )
+from kv_transfer.connectors.codec import CODECS, unpack
 from kv_transfer.connectors.frames import Expected, FrameReceiver, Refused, check_destination
 from kv_transfer.connectors.tcp_wire import (
     MAX_STREAMS,
@@ -60,6 +62,7 @@ class TcpDescription(msgspec.Struct, frozen=True):
     pool: PoolDescription
     host: str
     port: Annotated[int, msgspec.Meta(gt=0, lt=1 << 16)]
+    codecs: tuple[int, ...] = ()  # by which payloads may be packed
 
 
 @dataclass(slots=True, eq=False)
@@ -74,16 +77,24 @@ class TcpReceiver(FrameReceiver):
     """Listens on `host`; receives into `tensor` [num_blocks, L, page, heads, 2 * dim], which lies on CPU.
 
     `host` is an address that senders can reach. `generation` gives a block's present generation; any thread may ask.
-    `key` is the secret of both sides; without one, `host` must be a loopback address.
+    `key` is the secret of both sides; without one, `host` must be a loopback address. `codecs`: those that senders may
+    use.
     """
 
     capabilities = CAPABILITIES
 
     def __init__(
-        self, tensor: torch.Tensor, pool: PoolDescription, generation: Callable[[int], int], host: str, key: bytes
+        self,
+        tensor: torch.Tensor,
+        pool: PoolDescription,
+        generation: Callable[[int], int],
+        host: str,
+        key: bytes,
+        codecs: tuple[int, ...] = CODECS,
     ) -> None:
         self.counters = ConnectorCounters()
         self.pool = pool
+        self.codecs = codecs
         self.key = key
         # [num_blocks, L, layer_bytes], a view
         self.pages = tensor.flatten(2).view(torch.uint8)
@@ -94,7 +105,7 @@ class TcpReceiver(FrameReceiver):
         self._closing = False
         self._listener = _listen(host, secret=bool(key))
         address = self._listener.getsockname()
-        self._description = TcpDescription(pool, address[0], address[1])
+        self._description = TcpDescription(pool, address[0], address[1], codecs)
         self._thread = threading.Thread(target=self._accept, name="kv-tcp", daemon=True)
         self._thread.start()
 
@@ -180,11 +191,11 @@ class TcpReceiver(FrameReceiver):
         starts = [ref.block_id * pool.block_bytes + header.layer * pool.layer_bytes for ref in header.blocks]
         return [self._memory[start : start + header.layers * pool.layer_bytes] for start in starts]
 
-    def landed(self, expected: StreamExpected, num_bytes: int) -> None:
+    def landed(self, expected: StreamExpected, header: Header) -> None:
         """A whole frame is in its rows."""
         with self._lock:
-            expected.landed += num_bytes
-            self.counters.bytes += num_bytes
+            expected.landed += header.length
+            self.counters.count(header.length, header.packed if header.codec else None)
 
     def fail(self, expected: StreamExpected, reason: str) -> None:
         """The transfer has lost bytes."""
@@ -288,11 +299,13 @@ class ReceivingStream:
             raise Refused(
                 "malformed", f"a frame of {header.length} bytes is more than {header.layers} layers of the pool"
             )
+        if header.codec and header.codec not in self._receiver.codecs:
+            raise Refused("malformed", f"codec {header.codec} was not offered")
         try:
             expected = self._receiver.admit(header)
         except (Refused, StaleReference) as error:
             self._receiver.refuse(error.kind, str(error))
-            self._drop(header.length)
+            self._drop(header.wire_bytes)
         else:
             self._land(header, expected)
         return True
@@ -301,24 +314,43 @@ class ReceivingStream:
         """Takes the payload of an admitted frame. Raises OSError if it does not come."""
         receiver = self._receiver
         rows = receiver.rows(header)
+        views = [memoryview(bytearray(header.packed))] if header.codec else list(rows)
         try:
-            received = self._fill(list(rows), expected)
+            received = self._fill(list(views), expected)
         except OSError:
             receiver.fail(expected, "the stream was cut in the middle of a frame")
             raise
-        if received < header.length:
+        if received < header.wire_bytes:
             receiver.refuse("unexpected", "the transfer ended in the middle of a frame")
-            self._drop(header.length - received)
+            self._drop(header.wire_bytes - received)
             return
-        digest = xxhash.xxh3_64()
-        for row in rows:
-            digest.update(row)
-        if digest.intdigest() == header.checksum:
-            receiver.landed(expected, header.length)
+        try:
+            if header.codec:
+                views = [unpack(views[0], header.codec, header.length).data]
+            digest = xxhash.xxh3_64()
+            for view in views:
+                digest.update(view)
+            if digest.intdigest() != header.checksum:
+                raise Refused("checksum", "the payload was damaged on the way")
+        except Refused as error:
+            receiver.fail(expected, str(error))
+            receiver.refuse(error.kind, str(error))
+            return
+        if header.codec and not self._copy_into(views[0], rows, expected):
+            receiver.refuse("unexpected", "the transfer ended in the middle of a frame")
         else:
-            reason = "the payload was damaged on the way"
-            receiver.fail(expected, reason)
-            receiver.refuse("checksum", reason)
+            receiver.landed(expected, header)
+
+    def _copy_into(self, payload: memoryview, rows: list[memoryview], expected: StreamExpected) -> bool:
+        """Copies an unpacked payload into its rows, unless `expected` is shut out."""
+        with self._lock:
+            if expected.closed:
+                return False
+            start = 0
+            for row in rows:
+                row[:] = payload[start : start + len(row)]
+                start += len(row)
+        return True
 
     def _fill(self, views: list[memoryview], expected: StreamExpected | None = None) -> int:
         """Receives until `views` are full or `expected` is shut out; returns the bytes. Raises StreamLost."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +18,8 @@ import torch
 import xxhash
 
 from kv_transfer.connectors.base import ConnectorCounters, ConnectorError, SenderConnector
+from kv_transfer.connectors.codec import CODECS
+from kv_transfer.connectors.codec_choice import CodecChoice, Sent, sent
 from kv_transfer.connectors.tcp import TcpDescription, is_loopback
 from kv_transfer.connectors.tcp_wire import (
     FORMAT,
@@ -46,6 +48,7 @@ class Frame:
     rows: torch.Tensor  # [num_blocks, bytes of the layers] of the source, a view
     source_blocks: list[int]
     blocks: list[BlockRef]
+    codec: int  # for words of their type
     ready: torch.cuda.Event | None = None  # when the rows are computed; None on CPU: they are
     dropped: bool = False
 
@@ -54,12 +57,19 @@ class SendingStream:
     """One connection and the thread that sends on it; connects again after a loss, for transfers that come then."""
 
     def __init__(
-        self, number: int, offer: TcpDescription, key: bytes, count: Callable[[int], None], deadline: float
+        self,
+        number: int,
+        offer: TcpDescription,
+        key: bytes,
+        choice: CodecChoice,
+        on_sent: Callable[[int], None],
+        deadline: float,
     ) -> None:
         self._number = number
         self._offer = offer
         self._key = key
-        self._count = count
+        self._choice = choice
+        self._on_sent = on_sent
         self._changed = threading.Condition()
         self._queue: deque[Frame] = deque()
         self._current: Frame | None = None
@@ -68,6 +78,7 @@ class SendingStream:
         self._failed: dict[str, str] = {}  # why transfers lost frames here
         self._closing = False
         self._socket: socket.socket | None = None
+        self._sent: Sent = (0, 0.0)  # on it, when last asked
         self._seal = self._connect(deadline)
         self._thread = threading.Thread(target=self._run, name="kv-tcp-send", daemon=True)
         self._thread.start()
@@ -111,6 +122,14 @@ class SendingStream:
                 cut(self._socket)
             self._changed.notify_all()
         self._thread.join()
+
+    def sent(self) -> Sent:
+        """What has gone out on the connection since the last call."""
+        with self._changed:
+            if self._socket is None:
+                return 0, 0.0
+            before, self._sent = self._sent, sent(self._socket)
+            return max(0, self._sent[0] - before[0]), max(0.0, self._sent[1] - before[1])
 
     def _raise_failure(self, transfer_id: str) -> None:
         if reason := self._failed.get(transfer_id):
@@ -168,6 +187,7 @@ class SendingStream:
                 self._copying = False
                 self._changed.notify_all()
         length, checksum = payload.numel(), self._sum(payload)
+        packed = self._choice.pack(payload.numpy(), frame.codec) if payload.is_cpu else None
         header = Header(
             FORMAT,
             frame.transfer_id,
@@ -178,9 +198,14 @@ class SendingStream:
             length,
             checksum,
             len(frame.layers),
+            frame.codec if packed else 0,
+            sum(map(len, packed or ())),
         )
-        self._ship(self._seal.close(header), payload)
-        self._count(length)
+        if packed:
+            self._send([memoryview(self._seal.close(header)), *packed])
+        else:
+            self._ship(self._seal.close(header), payload)
+        self._on_sent(length)
 
     def _prepare(self, frame: Frame) -> None:
         """Before the first frame on a connection: what it needs. Raises OSError."""
@@ -230,7 +255,7 @@ class SendingStream:
             if self._closing:
                 connection.close()
                 raise StreamLost("the connector is closed")
-            self._socket = connection
+            self._socket, self._sent = connection, (0, 0.0)
         return seal
 
     def _lose(self, frame: Frame, reason: str) -> None:
@@ -257,13 +282,16 @@ class SendingStream:
 
 
 class TcpSender(SenderConnector):
-    """Sends on streams that are connected at once. Raises ConnectorError if they cannot be, or on another layout."""
+    """Sends on streams that are connected at once, packed by one of `codecs` where that is quicker.
+
+    Raises ConnectorError if they cannot be connected, or on another layout.
+    """
 
     _stream_type = SendingStream
     _num_streams = NUM_STREAMS
     _frame_bytes = 1 << 19  # and at least one row: what is copied is still in the cache when it is sent
 
-    def __init__(self, description: bytes, layout: str, key: bytes) -> None:
+    def __init__(self, description: bytes, layout: str, key: bytes, codecs: Collection[int] = CODECS) -> None:
         try:
             offer = msgspec.msgpack.decode(description, type=TcpDescription)
         except msgspec.MsgspecError as error:
@@ -274,11 +302,13 @@ class TcpSender(SenderConnector):
         self.counters = ConnectorCounters()
         self._pool = offer.pool
         self._count_lock = threading.Lock()
+        self._choice = CodecChoice([codec for codec in offer.codecs if codec in codecs])
         self._streams: list[SendingStream] = []
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:
             for number in range(self._num_streams):
-                self._streams.append(self._stream_type(number, offer, key, self._count, deadline))
+                stream = self._stream_type(number, offer, key, self._choice, self._sent, deadline)
+                self._streams.append(stream)
         except OSError as error:
             self.close()
             raise ConnectorError(f"cannot connect to {offer.host} port {offer.port}: {error}") from error
@@ -315,7 +345,7 @@ class TcpSender(SenderConnector):
             if frame is None or len(frame.blocks) == most:
                 if frame is not None:
                     self._streams[number].put(frame)
-                frame = shares[number] = Frame(transfer_id, layers, rows, [], [], ready)
+                frame = shares[number] = Frame(transfer_id, layers, rows, [], [], source.dtype.itemsize, ready)
             frame.source_blocks.append(source_block)
             frame.blocks.append(ref)
         for number, frame in shares.items():
@@ -337,6 +367,10 @@ class TcpSender(SenderConnector):
             self.stop(transfer_id)
             raise
 
+    def condition(self) -> str:
+        """What link and codec do, where there is one."""
+        return str(self._choice)
+
     def stop(self, transfer_id: str) -> None:
         """Drops what is queued; a frame under way was copied already."""
         for stream in self._streams:
@@ -347,9 +381,10 @@ class TcpSender(SenderConnector):
         for stream in self._streams:
             stream.close()
 
-    def _count(self, num_bytes: int) -> None:
+    def _sent(self, num_bytes: int) -> None:
         with self._count_lock:
             self.counters.bytes += num_bytes
+        self._choice.look(stream.sent for stream in self._streams)
 
 
 def _ended(connection: socket.socket) -> bool:

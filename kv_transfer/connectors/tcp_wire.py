@@ -46,8 +46,15 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     layer: int  # the first
     blocks: list[BlockRef]
     length: int
-    checksum: int  # xxh3_64 of the payload
+    checksum: int  # xxh3_64 of the payload, unpacked
     layers: int = 1  # how many
+    codec: int = 0  # by which the payload was packed, see `codec`; 0: by none
+    packed: int = 0  # bytes of it then
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that follow the header."""
+        return self.packed if self.codec else self.length
 
 
 class Seal:
@@ -88,6 +95,8 @@ class Seal:
             raise Refused("malformed", f"format {header.format} is not known here, only {FORMAT}")
         if len(header.blocks) > MAX_BLOCKS or not 0 <= header.stream < MAX_STREAMS or header.length < 0:
             raise Refused("malformed", f"{len(header.blocks)} blocks, {header.length} bytes on stream {header.stream}")
+        if header.codec and (not 0 < header.packed < header.length or header.length % header.codec):
+            raise Refused("malformed", f"{header.length} bytes cannot be {header.packed} by codec {header.codec}")
         return header
 
     def check(self, prefix: bytes | bytearray, encoded: bytes | bytearray) -> None:

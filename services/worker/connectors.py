@@ -9,6 +9,7 @@ import zmq
 from engine.engine import Engine
 from kv_transfer.connectors import nixl
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector, SenderConnector
+from kv_transfer.connectors.codec import CODECS
 from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
 from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
@@ -46,6 +47,11 @@ def check_connector(config: WorkerConfig) -> None:
         raise ConfigError("connector nixl: NIXL is not installed; docs/configuration.md says what to install")
 
 
+def codecs_of(config: WorkerConfig) -> tuple[int, ...]:
+    """Those by which KV may be packed on its way from and to this worker."""
+    return CODECS if config.kv_codec == "auto" else ()
+
+
 def offered(
     config: WorkerConfig,
     engine: Engine,
@@ -62,8 +68,9 @@ def offered(
     if not can_move_kv(config) or (config.role == "aggregated" and config.device == "cuda"):
         return []
     tensor, generation, host = engine.pages.tensor, engine.generation, config.bind
+    codecs = codecs_of(config)
     make: dict[str, Callable[[], ReceiverConnector]] = {
-        "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key),
+        "tcp": lambda: TcpReceiver(tensor, pool, generation, host, stream_key, codecs),
         "zmq": lambda: ZmqReceiver(tensor, pool, generation, host, secure),
         "gloo": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
         "cuda_ipc": lambda: CudaIpcReceiver(tensor, pool),
@@ -99,14 +106,20 @@ def _order(config: WorkerConfig, has_key: bool) -> tuple[str, ...]:
 
 
 def open_sender(
-    device: torch.device, stream_key: bytes, secure: Secure, layout: str, kind: str, description: bytes
+    device: torch.device,
+    stream_key: bytes,
+    secure: Secure,
+    codecs: tuple[int, ...],
+    layout: str,
+    kind: str,
+    description: bytes,
 ) -> SenderConnector:
     """A connector to a peer that has sent this description, for a cache on `device`. Raises ConnectorError."""
     match kind:
         case "shared_memory":
             return SharedMemorySender(description, layout)
         case "tcp":
-            return TcpSender(description, layout, stream_key)
+            return TcpSender(description, layout, stream_key, codecs)
         case "zmq":
             return ZmqSender(description, layout, secure)
         case "gloo" | "nccl":

@@ -25,6 +25,12 @@ class WorkerMetrics:
         self.transfer_bytes = Counter(
             "tandem_kv_transfer_bytes", "KV bytes that landed, by connector", ["connector"], registry=registry
         )
+        self.codec_bytes = Counter(
+            "tandem_kv_codec_bytes",
+            "KV bytes that came packed by the codec: as they lie in pages (unpacked), as they were on the way (packed)",
+            ["form"],
+            registry=registry,
+        )
         self.transfer_seconds = Histogram(
             "tandem_kv_transfer_seconds",
             "From the order to the commit of a KV transfer, prefill included",
@@ -79,6 +85,8 @@ class WorkerMetrics:
             self.prompt_tokens.labels(source)
         for kind in ("decode", "prefill", "mixed", "empty"):
             self.steps.labels(kind)
+        for form in ("unpacked", "packed"):
+            self.codec_bytes.labels(form)
         for kind in ("damaged", "unknown"):
             self.refused_frames.labels("control", kind)
         for outcome in ("committed", "recomputed", "aborted"):
@@ -87,8 +95,14 @@ class WorkerMetrics:
             self.fetches.labels(outcome)
 
     def watch(self, connector: str, counters: ConnectorCounters) -> None:
-        """Exports what this end of a connector refuses."""
+        """Exports what this end of a connector refuses, and what its codec saves."""
+
+        def count_unpacked(packed: int, unpacked: int) -> None:
+            self.codec_bytes.labels("packed").inc(packed)
+            self.codec_bytes.labels("unpacked").inc(unpacked)
+
         counters.on_refuse = lambda kind: self.refused_frames.labels(connector, kind).inc()
+        counters.on_unpack = count_unpacked
 
     def count_step(self, output: StepOutput) -> None:
         """Books one engine step."""

@@ -249,7 +249,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             self._push_failed(sending, chosen, error)
         else:
             if not is_over():
-                sending.timeline.mark("sent")
+                sending.timeline.mark("sent", chosen.connector.condition())
                 now = time.monotonic()
                 pushed = sending.machine.pushed(checksums, sending.num_bytes, now, now - sending.computed_at)
                 self._carry_out(sending, pushed)

@@ -35,7 +35,7 @@ from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
 from services.security import cluster_key
-from services.worker.connectors import can_move_kv, check_connector, offered, open_sender
+from services.worker.connectors import can_move_kv, check_connector, codecs_of, offered, open_sender
 from services.worker.devices import take_devices
 from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.event_publisher import EventPublisher
@@ -190,7 +190,9 @@ class Worker:
         )
         stream_key = self._key.kv_streams if self._key else b""
         self._connectors = offered(config, engine, pool, self._segment, stream_key, self._secure)
-        open_connector = partial(open_sender, engine.kv_cache.tensor.device, stream_key, self._secure)
+        open_connector = partial(
+            open_sender, engine.kv_cache.tensor.device, stream_key, self._secure, codecs_of(config)
+        )
         thread = EngineThread(engine, self._on_step, self._on_crash)
         tokens = TokenPublisher(self.incarnation, self._key)
         self._events = EventPublisher(self.incarnation, config.bind, self._key)

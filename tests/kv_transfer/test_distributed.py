@@ -235,7 +235,7 @@ def test_a_cache_on_another_kind_of_device_is_refused() -> None:
 
     def open_for(device: str, kind: str) -> SenderConnector:
         return open_sender(
-            torch.device(device), KEY, lambda socket, server: None, SPEC.layout, kind, pool.receiver.describe()
+            torch.device(device), KEY, lambda socket, server: None, (), SPEC.layout, kind, pool.receiver.describe()
         )
 
     open_for("cpu", "gloo").close()
