@@ -57,7 +57,7 @@ class WorkerMetrics:
         self.transfers = Counter("tandem_kv_transfers", "KV transfers by outcome", ["outcome"], registry=registry)
         self.fetches = Counter(
             "tandem_kv_fetches",
-            "Fetches of prefixes that a peer has cached, by outcome; all but those committed are computed here",
+            "Fetches of what a peer has cached, by outcome; all but committed and shared ones are computed here",
             ["outcome"],
             registry=registry,
         )
@@ -91,7 +91,17 @@ class WorkerMetrics:
             self.refused_frames.labels("control", kind)
         for outcome in ("committed", "recomputed", "aborted"):
             self.transfers.labels(outcome)
-        for outcome in ("committed", "refused", "late", "lost", "damaged", "unreachable", "no room", "aborted"):
+        for outcome in (
+            "committed",
+            "shared",
+            "refused",
+            "late",
+            "lost",
+            "damaged",
+            "unreachable",
+            "no room",
+            "aborted",
+        ):
             self.fetches.labels(outcome)
 
     def watch(self, connector: str, counters: ConnectorCounters) -> None:

@@ -42,6 +42,9 @@ _POLL_SECONDS = 0.001
 _FETCH_OUTCOMES = {rx.TOO_LATE: "late", rx.DAMAGED: "damaged"}  # of failures, by reason
 
 
+Prefix = tuple[str, tuple[int, ...]]  # salt and tokens
+
+
 @dataclass(slots=True)
 class Receiving:
     """One transfer under way."""
@@ -55,6 +58,7 @@ class Receiving:
     started: float
     landed_at: float = 0.0
     quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
+    prefix: Prefix | None = None  # what others wait for that want the same
 
     @property
     def fetches(self) -> bool:
@@ -86,6 +90,8 @@ class KvReceiver:
         self._costs = costs
         self._starting: dict[str, asyncio.Task[None]] = {}  # requests that have no transfer yet
         self._transfers: dict[str, Receiving] = {}  # by transfer id
+        # Fetches under way. True: it came, or would not come for others, either; False: its request was aborted.
+        self._fetching: dict[Prefix, asyncio.Future[bool]] = {}
         hello = transfer_pb2.ReceiverHello(incarnation=incarnation, name=name, fingerprint=fingerprint, layout=layout)
         self._links = Links(hello, self._connectors, key, metrics, self._on_frame, self._on_link_lost)
         self._room = Room(engine, metrics)
@@ -216,6 +222,29 @@ class KvReceiver:
         self._order(key, order, link, timeline, request.deadline)
 
     async def _fetch(self, request: Request, source: PrefixSource, hold: bool) -> None:
+        tokens = request.prompt_token_ids + request.output_token_ids
+        prefix = request.cache_salt, tuple(tokens[: source.tokens])
+        outcome: str | None = None
+        while outcome is None and (under_way := self._fetching.get(prefix)) is not None:
+            outcome = "shared" if await asyncio.shield(under_way) else None
+        if outcome is None:
+            self._fetching[prefix] = asyncio.get_running_loop().create_future()
+            try:
+                outcome = await self._order_prefix(request, source, hold, prefix)
+            except BaseException:
+                self._over(prefix, False)
+                raise
+            if outcome is None:
+                return
+            self._over(prefix, True)
+        self._metrics.fetches.labels(outcome).inc()
+        await self._engine.call(partial(self._engine.engine.add, request, hold=hold))
+
+    def _over(self, prefix: Prefix, for_all: bool) -> None:
+        self._fetching.pop(prefix).set_result(for_all)
+
+    async def _order_prefix(self, request: Request, source: PrefixSource, hold: bool, prefix: Prefix) -> str | None:
+        """Asks `source` for the prefix; None, or what kept it from that."""
         key = request.request_id
         engine = self._engine.engine
         timeline = self._timelines.open(_fetch_id(key), source.incarnation, sends=False)
@@ -238,9 +267,7 @@ class KvReceiver:
         if reservation is None:
             log.info("a prefix is not fetched", request=key, reason=reason)
             timeline.mark("recomputed", reason)
-            self._metrics.fetches.labels(outcome).inc()
-            await self._engine.call(partial(engine.add, request, hold=hold))
-            return
+            return outcome
         size = engine.kv_cache.spec.block_size
         token_ids = (request.prompt_token_ids + request.output_token_ids)[: len(reservation.block_ids) * size]
         seconds = self._costs.computing_seconds(len(token_ids) - reservation.num_cached_tokens)
@@ -257,8 +284,9 @@ class KvReceiver:
             connector=link.connector,
             cached_only=True,
         )
-        receiving = self._order(key, order, link, timeline, deadline)
+        receiving = self._order(key, order, link, timeline, deadline, prefix)
         asyncio.get_running_loop().call_at(deadline, self._tick, receiving)
+        return None
 
     def _references(self, reservation: Reservation) -> list[BlockRef]:
         """The pages of all ranks that are to be written, block by block."""
@@ -273,11 +301,19 @@ class KvReceiver:
             for rank in range(spec.ranks)
         ]
 
-    def _order(self, key: str, order: Order, link: Link, timeline: Timeline, deadline: float) -> Receiving:
+    def _order(
+        self,
+        key: str,
+        order: Order,
+        link: Link,
+        timeline: Timeline,
+        deadline: float,
+        prefix: Prefix | None = None,
+    ) -> Receiving:
         now = time.monotonic()
         machine = rx.ReceiverTransfer(order, deadline=deadline, spare=self._connectors)
         connector = self._connectors[link.connector]
-        receiving = Receiving(key, machine, link, connector, order.blocks, timeline, now)
+        receiving = Receiving(key, machine, link, connector, order.blocks, timeline, now, prefix=prefix)
         timeline.record.connector = link.connector
         timeline.mark("reserved", f"{len(order.blocks)} blocks, {order.skip_blocks} cached")
         connector.expect(order.transfer_id, order.blocks)
@@ -364,6 +400,10 @@ class KvReceiver:
                     self._engine.post(partial(engine.release_blocks, blocks))
         if closed:
             del self._transfers[transfer_id]
+        if receiving.prefix is not None and (closed or receiving.machine.state is ReceiverState.ABORTING):
+            aborted = any(isinstance(action, rx.Detach) and not action.recompute for action in actions)
+            self._over(receiving.prefix, not aborted)
+            receiving.prefix = None
 
     def _recomputed(self, receiving: Receiving, reason: str, otherwise: str) -> None:
         """A transfer has failed. `otherwise`: what that counts as for a fetch, where the reason is none of its own."""

@@ -107,3 +107,31 @@ async def test_a_peer_that_hangs_is_not_waited_for_longer_than_computing_takes()
         assert pair.decode.costs.fetch_rate is not None
         go_on.set()
         assert not any((await Load(pair).settled()).values())
+
+
+@pytest.mark.parametrize("leader_leaves", [False, True])
+async def test_those_who_want_the_same_wait_for_one_fetch(leader_leaves: bool) -> None:
+    async with linked("tcp", Faults(dice(7), {})) as pair:
+        prompt = [17 * number for number in range(8 * BLOCK)]
+        await pair.prefill.cache(prompt)
+        await submit(pair, "linked", [19 * number for number in range(8 * BLOCK)])
+        go_on = threading.Event()
+        pair.prefill.thread.post(go_on.wait)  # so that the first one is under way when the others come
+        ends = [asyncio.create_task(submit(pair, "q0", prompt))]
+        while "q0/0/fetch" not in pair.decode.receiver._transfers:
+            await asyncio.sleep(0.001)
+        ends += [asyncio.create_task(submit(pair, f"q{number}", prompt)) for number in range(1, 6)]
+        while len(pair.decode.service.admitted) < 6:
+            await asyncio.sleep(0.001)
+        if leader_leaves:
+            await pair.worker.Abort(worker_pb2.AbortRequest(request_id="q0"), timeout=10)
+        go_on.set()
+        await asyncio.gather(*ends)
+        assert counted(pair) == {
+            "refused": 1,
+            "committed": 1,
+            "shared": 4 if leader_leaves else 5,
+            **({"aborted": 1} if leader_leaves else {}),
+        }
+        assert pair.decode.metrics.fetched_blocks._value.get() == 7
+        assert not any((await Load(pair).settled()).values()) and not pair.decode.receiver._fetching
