@@ -15,12 +15,15 @@ from cluster.two_hosts import Network, cluster_on, network
 OPTIONS = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB")
 Answers = list[list[str]]
 LONG = 12  # number of a long prompt, that nobody has asked before
+LONG_TOKENS = 1000
 
 
-def ask(cluster: Cluster, number: int) -> list[str]:
+def ask(cluster: Cluster, number: int, num_tokens: int = 0) -> list[str]:
+    """`num_tokens`: of the prompt; 0: by its number."""
+    num_tokens = num_tokens or (LONG_TOKENS if number == LONG else 60 + 17 * number)
     body: dict[str, Any] = {
         "model": cluster.model,
-        "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(1000 if number == LONG else 60 + 17 * number)],
+        "prompt": [(37 * number + 11 * i) % 40_000 + 10 for i in range(num_tokens)],
         "max_tokens": 24,
         "temperature": 0.9 if number % 2 else 0,
         "seed": number,
@@ -49,13 +52,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(net: Network, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Of one aggregated worker."""
+def alone(net: Network, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Answers]:
+    """Of one aggregated worker, to prompts of all lengths and to long ones."""
     running = start_cluster(tmp_path_factory.mktemp("one"), "--aggregated", "1", *OPTIONS, model=str(model))
     try:
-        return ask_all(running, LONG + 1)
+        return ask_all(running, LONG + 1), long_prompts(running, 100, 12)
     finally:
         stop_cluster(running)
+
+
+@pytest.fixture(scope="module")
+def expected(alone: tuple[Answers, Answers]) -> Answers:
+    return alone[0]
+
+
+@pytest.fixture(scope="module")
+def long_answers(alone: tuple[Answers, Answers]) -> Answers:
+    return alone[1]
 
 
 def committed(cluster: Cluster) -> float:
@@ -105,3 +118,37 @@ def test_a_slow_link_is_no_dead_one(
         assert committed(cluster) == 3
         assert cluster.metric("tandem_kv_transfer_seconds_sum") - seconds > 6, "the link was not slow"
         cluster.wait_idle()
+
+
+def packed(cluster: Cluster) -> tuple[float, float]:
+    """KV bytes that came packed so far: as they are, and as they were on the way."""
+    unpacked, packed = (cluster.metric("tandem_kv_codec_bytes_total", form=form) for form in ("unpacked", "packed"))
+    return unpacked, packed
+
+
+def long_prompts(cluster: Cluster, first: int, count: int = 4) -> Answers:
+    """Of a thousand tokens each; numbers begin a prompt of their own."""
+    return [ask(cluster, number, LONG_TOKENS) for number in range(first, first + count)]
+
+
+def test_kv_is_packed_where_the_link_is_slow_and_only_there(
+    net: Network, model: Path, expected: Answers, long_answers: Answers, tmp_path: Path
+) -> None:
+    with cluster_on(net, tmp_path, model, *OPTIONS, "--connector", "tcp") as cluster:
+        assert ask_all(cluster) == expected[:12]
+        assert long_prompts(cluster, 100) == long_answers[:4]
+        assert packed(cluster) == (0, 0), "no codec is as fast as this link"
+        with net.slow("prefill", "20mbit"):
+            assert long_prompts(cluster, 104, 8) == long_answers[4:12]
+            unpacked, on_the_way = packed(cluster)
+            assert 0 < on_the_way < 0.95 * unpacked
+        number, deadline = 112, time.monotonic() + 120
+        while True:  # until what was found of the slow link is outweighed
+            before, moved = packed(cluster), committed(cluster)
+            ask(cluster, number, LONG_TOKENS)
+            number += 1
+            if packed(cluster) == before and committed(cluster) > moved:
+                break
+            assert time.monotonic() < deadline, "the link is fast again, and KV is still packed"
+        cluster.wait_idle()
+        assert cluster.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
