@@ -3,7 +3,9 @@
 What the link does is read from the kernel: how many bytes the receiver has acknowledged, and how long there were any to
 send. So time in which the worker computes does not count, and a link that has become fast shows at once, packed frames
 or not. What the codec does is measured on the very payloads: on each that is packed, and while none is, on one now and
-then, if the link is slow enough for the answer to matter.
+then, if the link is slow enough for the answer to matter. It is timed by the core's clock: who waits for a core, or for
+the interpreter, does so packed or not. The link is shared by all streams, so its speed is compared with what they can
+pack together, one a core.
 """
 
 import math
@@ -21,7 +23,7 @@ _LOOK_SECONDS = 0.01  # between two looks at the link
 _ENOUGH_BYTES, _ENOUGH_SECONDS = 1 << 20, 0.5  # of sending, before the link is judged; either will do
 _HALF_LIFE_BYTES = 4 << 20  # what was measured so many bytes ago counts half
 _TRIALS, _TRIAL_SECONDS = 3, 5.0  # frames at first; then one in so long
-_WORTH = 0.9  # of the plain time, to begin; once begun, any gain will do
+_WORTH = 0.95  # of the plain time, to begin; once begun, any gain will do
 
 Sent = tuple[int, float]  # bytes that were acknowledged, seconds in which there were any to send
 
@@ -63,10 +65,11 @@ class Rate:
 
 
 class CodecChoice:
-    """Of all streams to one receiver, which may use `codecs`. Any thread may call."""
+    """Of all streams to one receiver, which may use `codecs`; so many of them pack at once. Any thread may call."""
 
-    def __init__(self, codecs: Collection[int]) -> None:
+    def __init__(self, codecs: Collection[int], at_once: int) -> None:
         self._codecs = codecs
+        self._at_once = at_once
         self.link = Rate()
         self.codec = Rate()
         self.in_use = False
@@ -80,9 +83,9 @@ class CodecChoice:
         in_use = self.in_use
         if codec not in self._codecs or not (in_use or self._is_trial_due()):
             return None
-        started = time.perf_counter()
+        started = time.thread_time()
         pieces = pack(payload, codec)
-        seconds = time.perf_counter() - started
+        seconds = (time.thread_time() - started) / self._at_once
         size = sum(map(len, pieces))
         with self._lock:
             self.codec.add(payload.size, seconds, min(size, payload.size))

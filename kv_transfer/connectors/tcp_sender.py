@@ -4,6 +4,7 @@ The rows of a push are spread over the streams by their block and layer, so that
 A stream copies the rows of a frame before it sums and sends them: they may change meanwhile, and are free once copied.
 """
 
+import os
 import select
 import socket
 import threading
@@ -302,7 +303,8 @@ class TcpSender(SenderConnector):
         self.counters = ConnectorCounters()
         self._pool = offer.pool
         self._count_lock = threading.Lock()
-        self._choice = CodecChoice([codec for codec in offer.codecs if codec in codecs])
+        at_once = min(self._num_streams, len(os.sched_getaffinity(0)))
+        self._choice = CodecChoice([codec for codec in offer.codecs if codec in codecs], at_once)
         self._streams: list[SendingStream] = []
         deadline = time.monotonic() + _CONNECT_SECONDS
         try:

@@ -370,7 +370,7 @@ def test_a_fast_link_gets_plain_bytes(wire: Wire) -> None:
 def choice(monkeypatch: pytest.MonkeyPatch) -> CodecChoice:
     """Of a codec that packs to 80 % at 100 MB/s."""
     monkeypatch.setattr(codec_choice, "_LOOK_SECONDS", 0.0)
-    made = CodecChoice(CODECS)
+    made = CodecChoice(CODECS, 1)
     made.codec.add(100_000_000, 1.0, 80_000_000)
     return made
 
@@ -381,15 +381,15 @@ def look(choice: CodecChoice, speed: float, num_bytes: int = 100_000_000) -> boo
 
 
 def test_packs_while_that_is_quicker(choice: CodecChoice) -> None:
-    """1 / link > 1 / codec + ratio / link up to a link of 20 MB/s; to begin, a tenth must be gained: 10 MB/s."""
+    """1 / link > 1 / codec + ratio / link up to a link of 20 MB/s; to begin, 5 % must be gained: 15 MB/s."""
     assert not look(choice, 30e6)
-    assert not look(choice, 15e6)
-    assert look(choice, 9e6)
-    assert look(choice, 15e6)
+    assert not look(choice, 16e6)
+    assert look(choice, 14e6)
+    assert look(choice, 16e6)
     assert look(choice, 19e6)
     assert not look(choice, 21e6)
-    assert not look(choice, 15e6)
-    assert look(choice, 9e6)
+    assert not look(choice, 16e6)
+    assert look(choice, 14e6)
     assert not look(choice, 2e9)
 
 
@@ -397,7 +397,7 @@ def test_a_link_is_judged_after_enough_bytes_or_time(choice: CodecChoice) -> Non
     assert not look(choice, 1e6, 1000)
     assert "not measured" in str(choice)
     assert look(choice, 1e6, 1 << 20)
-    choice = CodecChoice(CODECS)
+    choice = CodecChoice(CODECS, 1)
     choice.codec.add(100_000_000, 1.0, 80_000_000)
     assert look(choice, 1e4, 10_000)
 
@@ -413,7 +413,7 @@ def test_a_link_that_carries_all_at_once_is_fast(choice: CodecChoice) -> None:
 
 
 def test_what_does_not_get_smaller_goes_plain() -> None:
-    choice = CodecChoice(CODECS)
+    choice = CodecChoice(CODECS, 1)
     look(choice, 1000)
     noise = np.frombuffer(os.urandom(1 << 16), np.uint8)
     for _ in range(10):
