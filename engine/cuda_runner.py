@@ -133,7 +133,7 @@ class CudaRunner:
                 self._ahead = self._launch(following, on_layers)
         # Blocks of one that was aborted meanwhile may be another's, who is under way.
         slow = [entry for entry in rest if not _is_plain(entry) and entry.stands]
-        result = self._scoring.run(slow, on_layers) if slow else StepResult()
+        result = self._score(slow, on_layers) if slow else StepResult()
         wanted = known.union(entry.sequence for entry in plain)
         for batch in launched:
             for sequence, token in zip(batch.sampling, batch.wait(), strict=True):
@@ -143,7 +143,7 @@ class CudaRunner:
                     result.sampled[sequence.request_id] = Sampled(token, None)
                 else:
                     result.errors[sequence.request_id] = "the model's logits are not finite numbers"
-        self._under_way = [] if self._ahead is None else [self._ahead]
+        self._under_way = [batch for batch in self._under_way if not batch.arrived.query()]  # type: ignore[no-untyped-call]
         return result
 
     def _wait_until_nearly_finished(self, listen: Callable[[], None]) -> None:
@@ -154,8 +154,27 @@ class CudaRunner:
             time.sleep(_POLL)
             listen()
 
+    def _score(self, entries: list[Entry], on_layers: OnLayers | None) -> StepResult:
+        """Computes what must come back step by step; of prompts that go on nothing does, and the device is not done."""
+        try:
+            return self._scoring.run(entries, on_layers)
+        finally:
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            self._under_way.append(_Launched(entries, [], torch.empty(0), arrived))
+
     def _launch(self, entries: list[Entry], on_layers: OnLayers | None) -> _Launched:
-        """Starts the entries. A token that the CPU does not know yet is the last one that its sequence has sampled."""
+        """Starts the entries. If that fails, nothing of them is under way."""
+        self._started += 1
+        try:
+            return self._start(entries, on_layers)
+        except BaseException:
+            torch.cuda.synchronize()
+            self._started = self._progress.count()
+            raise
+
+    def _start(self, entries: list[Entry], on_layers: OnLayers | None) -> _Launched:
+        """A token that the CPU does not know yet is the last one that its sequence has sampled."""
         token_ids = [
             token for entry in entries for token in entry.sequence.token_ids[entry.start : entry.end] or (_SAMPLED,)
         ]
@@ -166,7 +185,6 @@ class CudaRunner:
             if entry.end >= len(entry.sequence.token_ids) and entry.sequence.request.sampling.max_tokens
         ]
         last = np.cumsum([entry.num_tokens for entry in entries])[chosen] - 1
-        self._started += 1
         if (shape := self._graphs.shape_of(spans, len(chosen))) is not None:
             logits, best, rows = self._graphs.run(shape, spans, token_ids, last.tolist())
             if on_layers is not None:

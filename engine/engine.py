@@ -436,7 +436,9 @@ class Engine:
         if (hook := self.on_layers) is None or self._loaded.group.size == 1:
             return hook
         # Other ranks have written a layer for certain when this one has their sums of it and is at the next.
-        return lambda layers, entries: hook(range(layers.start - 1, layers.stop - 1), entries) if layers.start else None
+        return lambda layers, entries: (
+            hook(range(max(0, layers.start - 1), layers.stop - 1), entries) if layers.stop > 1 else None
+        )
 
     def _end_layers(self, step: Step) -> None:
         """The last call of `on_layers`, where ranks have to be waited for."""

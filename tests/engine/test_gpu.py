@@ -118,6 +118,24 @@ def test_nothing_is_written_for_a_request_aborted_inside_a_step() -> None:
     assert len(found["stays"]) > 30 and engine.orphaned_blocks([]) == 0
 
 
+def test_blocks_of_a_prompt_whose_tokens_the_cpu_chooses_are_lent_when_it_writes_them_no_more() -> None:
+    from bench.gpu_engine import SMALL, folder_of
+    from engine.engine import Engine, EngineConfig
+    from engine.request import Request, SamplingParams
+
+    config = EngineConfig(device="cuda", num_blocks=60, max_batched_tokens=128, max_running=4, dummy_seed=7)
+    engine = Engine.build(folder_of(SMALL["llama-8b"]), config)
+    engine.on_layers = lambda layers, entries: torch.cuda._sleep(500_000_000)
+    penalised = SamplingParams(max_tokens=4, temperature=0.0, repetition_penalty=1.2)
+    engine.add(Request(request_id="slow", prompt_token_ids=list(range(5, 305)), sampling=penalised))
+    engine.step()
+    assert not torch.cuda.current_stream().query()
+    engine.abort("slow")
+    waits = Request(request_id="r", prompt_token_ids=list(range(300, 390)), sampling=SamplingParams(max_tokens=4))
+    assert engine.reserve(waits) is not None
+    assert torch.cuda.current_stream().query()
+
+
 def test_a_prefix_of_a_peer_joins_while_the_next_step_is_planned() -> None:
     from bench.gpu_engine import SMALL, folder_of
     from engine.engine import Engine, EngineConfig
