@@ -113,7 +113,7 @@ async def test_a_damaged_frame_ends_the_link_and_changes_no_token(place: str) ->
     assert faults.by(0, 1)[(place, "corrupt")] > 5
 
 
-@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("connector", [*CONNECTORS, *PAIRS])
 @pytest.mark.parametrize("place", ["order", "answer", "bytes"])
 @pytest.mark.parametrize("kind", ["half-open", "corrupt", "swallow"])
 async def test_a_broken_link_heals_alone(connector: str, place: str, kind: str) -> None:
