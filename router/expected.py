@@ -1,68 +1,87 @@
-"""Blocks that a request just placed will leave on its workers.
+"""Blocks that requests just placed will leave on their workers.
 
 Workers tell of a block when it is computed. Until then a burst of requests with one prefix would be spread over all
 workers; so what a placement will bring attracts others like it for a short time. It is kept apart from what workers
 told, which alone is true.
+
+Chains are taken in whole from their root, so on a worker that expects a block all blocks before it are expected, too.
+They are forgotten by the generation: each block is in the young or in the old one, and the old one ends as a whole.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.index import depths
 
 _LIFETIME = 5.0  # seconds
-_MAX_BLOCKS = 1 << 18  # about 100 MB
+_MAX_BLOCKS = 1 << 18  # about 40 MB
 
 
 class ExpectedBlocks:
-    """Expectations in the order in which they end; at most `max_blocks` of them, the oldest go first."""
+    """Each lasts for `lifetime` seconds to twice that; sooner, if there are more than `max_blocks` distinct ones."""
 
     def __init__(self, lifetime: float = _LIFETIME, max_blocks: int = _MAX_BLOCKS) -> None:
         self._lifetime = lifetime
-        self._max_blocks = max_blocks
-        self._size = 0
-        self._queue: deque[tuple[float, str, Sequence[bytes]]] = deque()  # until when, worker, hashes
-        self._workers_of: dict[bytes, dict[str, int]] = {}  # how many expectations name a worker
+        self._size = max_blocks // 2  # of a generation
+        self._young: dict[bytes, int] = {}  # workers, a bit for each row
+        self._old: dict[bytes, int] = {}
+        self._born = 0.0
 
-    def expect(self, worker: str, hashes: Sequence[bytes], now: float) -> None:
-        """`worker` will soon hold `hashes`. `now`: monotonic seconds."""
-        hashes = hashes[: self._max_blocks]
-        self._queue.append((now + self._lifetime, worker, hashes))
-        self._size += len(hashes)
-        for block_hash in hashes:
-            counts = self._workers_of.setdefault(block_hash, {})
-            counts[worker] = counts.get(worker, 0) + 1
+    def expect(self, row: int, hashes: Sequence[bytes], now: float) -> None:
+        """The worker will soon hold `hashes`. `now`: monotonic seconds."""
+        hashes = hashes[: self._size]
         self.expire(now)
+        young, bit = self._young, 1 << row
+        start = self._known(row, hashes)
+        if len(young) + len(hashes) - start > self._size:
+            self._turn(now)
+            young, start = self._young, 0
+        with_it = {0: bit}
+        for block_hash in hashes[start:]:
+            before = young.get(block_hash, 0)
+            after = with_it.get(before)
+            if after is None:
+                after = with_it[before] = before | bit
+            young[block_hash] = after
 
     def expire(self, now: float) -> None:
-        """Ends what is over, and what is too much."""
-        while self._queue and (self._queue[0][0] <= now or self._size > self._max_blocks):
-            _, worker, hashes = self._queue.popleft()
-            self._end(worker, hashes)
+        """Ends what is over."""
+        age = now - self._born
+        if age >= 2 * self._lifetime:
+            self._young, self._old, self._born = {}, {}, now
+        elif age >= self._lifetime:
+            self._turn(self._born + self._lifetime)
 
-    def remove(self, worker: str) -> None:
+    def remove(self, row: int) -> None:
         """Ends all expectations of a worker that is gone."""
-        kept: deque[tuple[float, str, Sequence[bytes]]] = deque()
-        for entry in self._queue:
-            if entry[1] == worker:
-                self._end(worker, entry[2])
-            else:
-                kept.append(entry)
-        self._queue = kept
+        bit = 1 << row
+        for generation in (self._young, self._old):
+            for block_hash in [block_hash for block_hash, rows in generation.items() if rows & bit]:
+                generation[block_hash] ^= bit
+                if not generation[block_hash]:
+                    del generation[block_hash]
 
-    def holders(self, block_hash: bytes) -> Set[str]:
-        """Workers that will hold a block."""
-        counts = self._workers_of.get(block_hash)
-        return counts.keys() if counts else frozenset()
+    def depths(self, hashes: Sequence[bytes], rows: int) -> NDArray[np.int32]:
+        """Leading blocks of the chain that each of the first `rows` workers will hold, `[rows]`."""
+        young = depths(hashes, self._young.get, rows)
+        return np.maximum(young, depths(hashes, self._old.get, rows)) if self._old else young
 
     def __len__(self) -> int:
         """Distinct blocks expected."""
-        return len(self._workers_of)
+        return len(self._young.keys() | self._old.keys())
 
-    def _end(self, worker: str, hashes: Iterable[bytes]) -> None:
-        for block_hash in hashes:
-            self._size -= 1
-            counts = self._workers_of[block_hash]
-            counts[worker] -= 1
-            if not counts[worker]:
-                del counts[worker]
-                if not counts:
-                    del self._workers_of[block_hash]
+    def _known(self, row: int, hashes: Sequence[bytes]) -> int:
+        """Leading hashes that are young already on the worker, found by bisection."""
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            if self._young.get(hashes[middle], 0) >> row & 1:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _turn(self, born: float) -> None:
+        self._young, self._old, self._born = {}, self._young, born

@@ -2,34 +2,27 @@
 
 from dataclasses import dataclass, replace
 
+from router.fleet import Fleet
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What one attempt of a request means for its workers."""
+    """What one attempt of a request means for its workers, which are rows of the fleet's table."""
 
-    decode: str  # incarnation
-    prefill: str | None
+    decode: int
+    prefill: int | None
     prefill_tokens: int  # uncached prompt tokens, computed by `prefill` or else by `decode`
     decode_tokens: int  # prompt and output tokens whose KV the decode worker keeps
     expires: float  # monotonic seconds
     predicted_tokens: int  # cached prompt tokens expected
 
 
-@dataclass(slots=True)
-class Outstanding:
-    """Sum of the reservations of one worker."""
-
-    requests: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-
-
 class Reservations:
-    """All attempts under way. Releasing one twice, or one not known, changes nothing."""
+    """All attempts under way; their sums are columns of the fleet's table. Releasing one twice changes nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._by_attempt: dict[tuple[str, int], Reservation] = {}
-        self._outstanding: dict[str, Outstanding] = {}
 
     def reserve(self, request_id: str, attempt: int, reservation: Reservation) -> None:
         """Books an attempt; a repeated one replaces the first."""
@@ -38,7 +31,7 @@ class Reservations:
         self._book(reservation, 1)
 
     def release(self, request_id: str, attempt: int) -> Reservation | None:
-        """Ends an attempt's booking."""
+        """Ends an attempt's booking. None: it is not known."""
         reservation = self._by_attempt.pop((request_id, attempt), None)
         if reservation is not None:
             self._book(reservation, -1)
@@ -51,29 +44,23 @@ class Reservations:
             self.release(request_id, attempt)
         return len(over)
 
-    def forget(self, worker: str) -> None:
+    def forget(self, row: int) -> None:
         """Ends what is booked on a worker that is gone. Where it was to prefill, the decode worker now computes."""
         for key, reservation in list(self._by_attempt.items()):
-            if reservation.decode == worker:
+            if reservation.decode == row:
                 self.release(*key)
-            elif reservation.prefill == worker:
+            elif reservation.prefill == row:
                 self.reserve(*key, replace(reservation, prefill=None))
-        self._outstanding.pop(worker, None)
-
-    def of(self, worker: str) -> Outstanding:
-        """What is booked on a worker."""
-        return self._outstanding.get(worker) or Outstanding()
 
     def __len__(self) -> int:
         """Attempts under way."""
         return len(self._by_attempt)
 
     def _book(self, reservation: Reservation, sign: int) -> None:
-        decode = self._outstanding.setdefault(reservation.decode, Outstanding())
-        decode.requests += sign
-        decode.decode_tokens += sign * reservation.decode_tokens
-        computing = decode
+        table, decode, computing = self._fleet.table, reservation.decode, reservation.decode
+        table["requests"][decode] += sign
+        table["decode_tokens"][decode] += sign * reservation.decode_tokens
         if reservation.prefill is not None:
-            computing = self._outstanding.setdefault(reservation.prefill, Outstanding())
-            computing.requests += sign
-        computing.prefill_tokens += sign * reservation.prefill_tokens
+            computing = reservation.prefill
+            table["requests"][computing] += sign
+        table["prefill_tokens"][computing] += sign * reservation.prefill_tokens

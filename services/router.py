@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
-import random
 import socket
 import time
 from typing import Any
@@ -18,12 +18,11 @@ import zmq
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.request import KvEventBatch
-from router.expected import ExpectedBlocks
 from router.feed import Feed, Verdict
-from router.fetch import source_for
 from router.index import BlockIndex
-from router.policy import Ask, Candidate, Decision, NoWorker, Way, place
-from router.reservations import Reservation, Reservations
+from router.placer import Placed, Placer
+from router.policy import NoWorker, Way
+from router.snapshot import Ask
 from services.cluster_state import ClusterState
 from services.config import RouterConfig
 from services.process import new_incarnation, stop_signal
@@ -80,8 +79,11 @@ class RouterMetrics:
 class CacheWatcher:
     """Keeps the index true for one worker: snapshot on join and on gaps, events in between."""
 
-    def __init__(self, member: cluster_pb2.Member, index: BlockIndex, key: ClusterKey | None, metrics: RouterMetrics):
+    def __init__(
+        self, member: cluster_pb2.Member, row: int, index: BlockIndex, key: ClusterKey | None, metrics: RouterMetrics
+    ) -> None:
         self._member = member
+        self._row = row
         self._index = index
         self._metrics = metrics
         self._feed = Feed()
@@ -121,13 +123,13 @@ class CacheWatcher:
                 continue
             verdict = self._feed.judge(batch.sequence)
             if verdict is Verdict.APPLY:
-                self._index.apply(batch.incarnation, batch.events)
+                self._index.apply(self._row, batch.events)
 
     async def _resync(self) -> None:
         stub = worker_pb2_grpc.WorkerStub(self._channel)
         snapshot = await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=_SNAPSHOT_SECONDS)
         if snapshot.incarnation == self._member.incarnation:
-            self._index.replace(snapshot.incarnation, snapshot.block_hashes)
+            self._index.replace(self._row, snapshot.block_hashes)
             self._feed.snapshot(snapshot.sequence)
             self._metrics.resyncs.inc()
 
@@ -137,115 +139,100 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def __init__(self, config: RouterConfig, key: ClusterKey | None) -> None:
         self.metrics = RouterMetrics()
-        self._config = config
         self._key = key
-        self._index = BlockIndex()
-        self._expected = ExpectedBlocks()
-        self._reservations = Reservations()
-        self._workers: dict[str, cluster_pb2.Member] = {}
-        self._watchers: dict[str, CacheWatcher] = {}
-        self._rng = random.Random()
-        self._turn = 0
+        self._placer = Placer(
+            policy=config.policy, local_prefill_tokens=config.local_prefill_tokens, fetch_tokens=config.fetch_tokens
+        )
+        self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
+        self._watchers: dict[int, CacheWatcher] = {}
         self._say_alone_at = 0.0
 
     def on_change(self, change: str, member: cluster_pb2.Member) -> None:
         """Follows the membership of workers."""
         if member.role not in _WORKER_ROLES or not member.model.block_size:
             return
-        incarnation = member.incarnation
         if change == "left":
-            self._workers.pop(incarnation, None)
-            if watcher := self._watchers.pop(incarnation, None):
-                watcher.stop()
-            self._index.remove(incarnation)
-            self._expected.remove(incarnation)
-            self._reservations.forget(incarnation)
+            self._leave(member.incarnation)
         else:
-            if incarnation not in self._workers:
-                self._watch(member)
-            self._workers[incarnation] = member
-        self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in self._workers.values()))
+            row = self._placer.fleet.join(member.incarnation)
+            if row not in self._members:
+                self._watch(row, member)
+            self._members[row] = member
+            self._describe(row, member)
+        members = self._members.values()
+        self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in members))
         for role in _WORKER_ROLES:
-            self.metrics.workers.labels(role).set(sum(m.role == role for m in self._workers.values()))
+            self.metrics.workers.labels(role).set(sum(m.role == role for m in members))
 
-    def _watch(self, member: cluster_pb2.Member) -> None:
+    def _leave(self, incarnation: str) -> None:
+        row = self._placer.fleet.row(incarnation)
+        if row is not None:
+            del self._members[row]
+            if watcher := self._watchers.pop(row, None):
+                watcher.stop()
+            self._placer.leave(incarnation)
+
+    def _watch(self, row: int, member: cluster_pb2.Member) -> None:
         try:
-            self._watchers[member.incarnation] = CacheWatcher(member, self._index, self._key, self.metrics)
+            self._watchers[row] = CacheWatcher(member, row, self._placer.index, self._key, self.metrics)
         except zmq.ZMQError as error:  # it is placed by its load and by what is expected of it
             log.warning("a worker's KV events cannot be followed", worker=member.name, error=str(error))
+
+    def _describe(self, row: int, member: cluster_pb2.Member) -> None:
+        fleet, load = self._placer.fleet, member.load
+        fleet.set(
+            row,
+            ready=not member.draining and not member.asleep,
+            prefills=member.role == "prefill",
+            decodes=member.role != "prefill",
+            aggregated=member.role == "aggregated",
+            layout=fleet.layout(member.model.layout),
+            block_size=member.model.block_size,
+            waiting_for_blocks=load.waiting_for_blocks,
+            prefill_rate=_measured(load, "prefill_tokens_per_second"),
+            fetch_rate=_measured(load, "fetch_tokens_per_second"),
+        )
 
     async def Place(
         self, request: router_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.Placement:
         """Chooses workers and books their load."""
         started = time.perf_counter()
-        excluded = set(request.exclude_incarnations)
-        ready = (m for m in self._workers.values() if not m.draining and not m.asleep)
-        members = [m for m in ready if m.incarnation not in excluded]
-        chains = {chain.layout: chain.block_hashes for chain in request.chains}
-        cached: dict[str, int] = {}
-        soon: dict[str, int] = {}
-        for layout in {m.model.layout for m in members}:
-            names = [m.incarnation for m in members if m.model.layout == layout]
-            hashes = chains.get(layout, ())  # none: of a worker that the gateway did not know yet
-            cached |= self._index.prefixes(hashes, names)
-            soon |= self._index.prefixes_soon(hashes, names, self._expected)
-        candidates = [
-            Candidate(
-                worker=m.incarnation,
-                role=m.role,
-                outstanding=self._reservations.of(m.incarnation),
-                block_size=m.model.block_size,
-                cached_blocks=cached[m.incarnation],
-                expected_blocks=soon[m.incarnation],
-                full=m.load.waiting_for_blocks > 0,
-                layout=m.model.layout,
-                prefill_rate=_measured(m.load, "prefill_tokens_per_second"),
-                fetch_rate=_measured(m.load, "fetch_tokens_per_second"),
-            )
-            for m in members
-        ]
-        ask = Ask(
-            prompt_tokens=request.prompt_tokens,
-            max_tokens=request.max_tokens,
-            local_prefill_only=request.local_prefill_only,
-        )
-        self._turn += 1
         try:
-            decision = place(
-                ask,
-                candidates,
-                policy=self._config.policy,
-                local_prefill_tokens=self._config.local_prefill_tokens,
-                turn=self._turn,
-                rng=self._rng,
+            placed = self._placer.place(
+                (request.request_id, request.attempt),
+                Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only),
+                [(chain.layout, list(chain.block_hashes)) for chain in request.chains],
+                request.exclude_incarnations,
+                now=time.monotonic(),
+                lease=min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,
             )
         except NoWorker as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
-        source = source_for(decision.computing, ask, candidates, fetch_tokens=self._config.fetch_tokens)
-        self._book(request, ask, decision, source)
-        if decision.way is Way.ALONE:
+        way = placed.decision.way
+        self.metrics.placements.labels(way.value).inc()
+        self.metrics.fetches.inc(placed.source is not None)
+        if way is Way.ALONE:
             self._say_alone(time.monotonic())
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
-        return self._placement(decision, source)
+        return self._placement(placed)
 
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.ReleaseReply:
         """Ends the booking of an attempt."""
-        reservation = self._reservations.release(request.request_id, request.attempt)
-        if reservation is not None and (worker := self._workers.get(reservation.decode)) is not None:
-            size = worker.model.block_size
+        reservation = self._placer.reservations.release(request.request_id, request.attempt)
+        if reservation is not None:
+            size = self._members[reservation.decode].model.block_size
             self.metrics.overlap.labels("predicted").inc(reservation.predicted_tokens / size)
             self.metrics.overlap.labels("actual").inc(request.cached_tokens / size)
         return router_pb2.ReleaseReply()
 
     def tick(self, now: float) -> None:
         """Once a second: leases and gauges."""
-        self._reservations.expire(now)
-        self._expected.expire(now)
-        self.metrics.blocks.set(len(self._index))
-        self.metrics.reservations.set(len(self._reservations))
+        self._placer.tick(now)
+        self.metrics.blocks.set(len(self._placer.index))
+        self.metrics.reservations.set(len(self._placer.reservations))
 
     def _say_alone(self, now: float) -> None:
         """A cluster in which decode workers compute the prompts answers all the same, so that nobody might notice."""
@@ -253,53 +240,31 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._say_alone_at = now + _SAY_AGAIN_SECONDS
             log.warning("decode workers compute prompts themselves: no prefill worker is ready")
 
-    def _book(self, request: router_pb2.PlaceRequest, ask: Ask, decision: Decision, source: Candidate | None) -> None:
-        now = time.monotonic()
-        computing = decision.computing
-        reused = max(computing.expected_tokens, source.cached_tokens if source else 0)
-        uncached = ask.uncached(reused)
-        self._reservations.reserve(
-            request.request_id,
-            request.attempt,
-            Reservation(
-                decode=decision.decode.worker,
-                prefill=decision.prefill.worker if decision.prefill else None,
-                prefill_tokens=uncached,
-                decode_tokens=ask.prompt_tokens + min(ask.max_tokens, 1 << 16),
-                expires=now + min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,
-                predicted_tokens=max(0, ask.prompt_tokens - uncached),
-            ),
-        )
-        for worker in {decision.decode.worker, computing.worker}:
-            layout = self._workers[worker].model.layout
-            for chain in request.chains:
-                if chain.layout == layout:
-                    self._expected.expect(worker, chain.block_hashes, now)
-        self.metrics.placements.labels(decision.way.value).inc()
-        self.metrics.fetches.inc(source is not None)
-
-    def _placement(self, decision: Decision, source: Candidate | None) -> router_pb2.Placement:
+    def _placement(self, placed: Placed) -> router_pb2.Placement:
+        decision, snapshot = placed.decision, placed.snapshot
         placement = router_pb2.Placement(
             decode=self._endpoint(decision.decode),
-            decode_cached_blocks=decision.decode.cached_blocks,
+            decode_cached_blocks=snapshot.cached_blocks[decision.decode],
             reason=decision.reason,
         )
         if decision.prefill is not None:
             placement.prefill.CopyFrom(self._endpoint(decision.prefill))
-            placement.prefill_cached_blocks = decision.prefill.cached_blocks
-        if source is not None:
-            placement.source.worker.CopyFrom(self._endpoint(source))
-            placement.source.tokens = source.cached_tokens
-            placement.reason += f"; {source.cached_tokens} tokens to be fetched from {placement.source.worker.name}"
+            placement.prefill_cached_blocks = snapshot.cached_blocks[decision.prefill]
+        if placed.source is not None:
+            tokens = snapshot.cached_tokens[placed.source]
+            placement.source.worker.CopyFrom(self._endpoint(placed.source))
+            placement.source.tokens = tokens
+            placement.reason += f"; {tokens} tokens to be fetched from {placement.source.worker.name}"
         return placement
 
-    def _endpoint(self, candidate: Candidate) -> router_pb2.Endpoint:
-        member = self._workers[candidate.worker]
+    def _endpoint(self, row: int) -> router_pb2.Endpoint:
+        member = self._members[row]
         return router_pb2.Endpoint(name=member.name, incarnation=member.incarnation, address=member.grpc_address)
 
 
-def _measured(load: cluster_pb2.Load, name: str) -> float | None:
-    return float(getattr(load, name)) if load.HasField(name) else None
+def _measured(load: cluster_pb2.Load, name: str) -> float:
+    """NaN: not measured."""
+    return float(getattr(load, name)) if load.HasField(name) else math.nan
 
 
 async def serve(config: RouterConfig) -> None:

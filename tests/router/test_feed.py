@@ -62,10 +62,10 @@ def test_index_is_the_cache_after_any_losses(data: st.DataObject) -> None:
     for sequence, events in arriving:
         match feed.judge(sequence):
             case Verdict.APPLY:
-                index.apply("a", events)
+                index.apply(0, events)
             case Verdict.RESYNC:
                 number = data.draw(st.integers(sequence, last))
-                index.replace("a", states[data.draw(st.integers(number, last))])
+                index.replace(0, states[data.draw(st.integers(number, last))])
                 feed.snapshot(number)
     assert feed.sequence == last
     assert {block_hash for block_hash in hashes if index.holders(block_hash)} == states[last]

@@ -1,7 +1,7 @@
 """The block index and what is expected, against plain sets."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -10,7 +10,8 @@ from engine.request import BlockRemoved, BlockStored, CacheCleared, KvEvent
 from router.expected import ExpectedBlocks
 from router.index import BlockIndex
 
-WORKERS = ["a", "b", "c"]
+WORKERS = [0, 1, 70]  # rows of the table
+ROWS = 80
 CHAIN = block_hashes(range(40), 4, b"root")
 HASHES = st.lists(st.sampled_from(CHAIN), max_size=6)
 
@@ -26,10 +27,10 @@ class IndexIsTheModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex()
-        self.model: dict[str, set[bytes]] = {worker: set() for worker in WORKERS}
+        self.model: dict[int, set[bytes]] = {worker: set() for worker in WORKERS}
 
     @rule(worker=st.sampled_from(WORKERS), stored=HASHES, removed=HASHES, cleared=st.booleans())
-    def events(self, worker: str, stored: list[bytes], removed: list[bytes], cleared: bool) -> None:
+    def events(self, worker: int, stored: list[bytes], removed: list[bytes], cleared: bool) -> None:
         events: list[KvEvent] = [BlockStored(stored), BlockRemoved(removed)]
         if cleared:
             events.insert(1, CacheCleared())
@@ -40,18 +41,20 @@ class IndexIsTheModel(RuleBasedStateMachine):
         self.model[worker] -= set(removed)
 
     @rule(worker=st.sampled_from(WORKERS), hashes=HASHES)
-    def snapshot(self, worker: str, hashes: list[bytes]) -> None:
+    def snapshot(self, worker: int, hashes: list[bytes]) -> None:
         self.index.replace(worker, hashes)
         self.model[worker] = set(hashes)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def gone(self, worker: str) -> None:
+    def gone(self, worker: int) -> None:
         self.index.remove(worker)
         self.model[worker] = set()
 
     @invariant()
     def same_as_the_model(self) -> None:
-        assert self.index.prefixes(CHAIN, WORKERS) == {worker: longest(held) for worker, held in self.model.items()}
+        depths = self.index.depths(CHAIN, ROWS)
+        assert {worker: depths[worker] for worker in WORKERS} == {w: longest(held) for w, held in self.model.items()}
+        assert depths.sum() == depths[WORKERS].sum()
         assert {worker: self.index.num_blocks(worker) for worker in WORKERS} == {
             worker: len(held) for worker, held in self.model.items()
         }
@@ -67,97 +70,87 @@ TestIndexIsTheModel = IndexIsTheModel.TestCase
 TestIndexIsTheModel.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
-def test_only_the_workers_asked_for() -> None:
+def test_depths_of_workers_without_anything_and_of_no_prompt() -> None:
     index = BlockIndex()
-    index.apply("a", [BlockStored(CHAIN)])
-    index.apply("b", [BlockStored(CHAIN[:3])])
-    assert index.prefixes(CHAIN, ["b", "new"]) == {"b": 3, "new": 0}
-    assert index.prefixes([], ["a"]) == {"a": 0}
-    assert index.prefixes(CHAIN, []) == {}
+    index.apply(0, [BlockStored(CHAIN)])
+    index.apply(1, [BlockStored(CHAIN[:3])])
+    assert index.depths(CHAIN, 3).tolist() == [10, 3, 0]
+    assert index.depths(CHAIN[:1], 3).tolist() == [1, 1, 0]
+    assert index.depths([], 3).tolist() == [0, 0, 0]
+    assert BlockIndex().depths(CHAIN, 2).tolist() == [0, 0]
 
 
 def test_a_hole_ends_the_prefix() -> None:
     index = BlockIndex()
-    index.apply("a", [BlockStored(CHAIN), BlockRemoved([CHAIN[2]])])
-    assert index.prefixes(CHAIN, ["a"]) == {"a": 2}
+    index.apply(0, [BlockStored(CHAIN), BlockRemoved([CHAIN[2]])])
+    assert index.depths(CHAIN, 1).tolist() == [2]
 
 
 def test_a_cleared_cache_attracts_nothing() -> None:
     index = BlockIndex()
-    index.apply("a", [BlockStored(CHAIN), CacheCleared()])
-    assert index.prefixes(CHAIN, ["a"]) == {"a": 0}
+    index.apply(0, [BlockStored(CHAIN), CacheCleared()])
+    assert index.depths(CHAIN, 1).tolist() == [0]
     assert len(index) == 0
 
 
-class ExpectationsAreTheModel(RuleBasedStateMachine):
-    """Expectations end by time, by worker and by number."""
+def test_many_workers_fall_behind_at_once_and_one_by_one() -> None:
+    index = BlockIndex()
+    lengths = [number % 11 for number in range(100)] + [7] * 60
+    for row, length in enumerate(lengths):
+        index.apply(row, [BlockStored(CHAIN[:length])])
+    assert index.depths(CHAIN, len(lengths)).tolist() == lengths
 
-    MAX_BLOCKS = 20
+
+class ExpectationsAreTheModel(RuleBasedStateMachine):
+    """Each lasts as long as it must, none twice as long, none of a worker that is gone."""
+
     LIFETIME = 5.0
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected = ExpectedBlocks(self.LIFETIME, self.MAX_BLOCKS)
+        self.expected = ExpectedBlocks(self.LIFETIME)
         self.now = 0.0
-        self.model: list[tuple[float, str, list[bytes]]] = []
+        self.model: list[tuple[float, int, int]] = []  # when, worker, blocks
 
     @rule(worker=st.sampled_from(WORKERS), depth=st.integers(0, len(CHAIN)))
-    def expect(self, worker: str, depth: int) -> None:
+    def expect(self, worker: int, depth: int) -> None:
         self.expected.expect(worker, CHAIN[:depth], self.now)
-        self.model.append((self.now + self.LIFETIME, worker, CHAIN[:depth]))
-        self.trim()
+        self.model.append((self.now, worker, depth))
 
     @rule(seconds=st.floats(0.0, 6.0))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.expected.expire(self.now)
-        self.trim()
 
     @rule(worker=st.sampled_from(WORKERS))
-    def gone(self, worker: str) -> None:
+    def gone(self, worker: int) -> None:
         self.expected.remove(worker)
         self.model = [entry for entry in self.model if entry[1] != worker]
 
-    def trim(self) -> None:
-        self.model = [entry for entry in self.model if entry[0] > self.now]
-        while sum(len(hashes) for _, _, hashes in self.model) > self.MAX_BLOCKS:
-            self.model.pop(0)
+    def depth(self, worker: int, seconds: float) -> int:
+        """Of expectations so young."""
+        young = [blocks for at, who, blocks in self.model if who == worker and self.now - at < seconds]
+        return max(young, default=0)
 
     @invariant()
-    def same_as_the_model(self) -> None:
-        for block_hash in CHAIN:
-            assert set(self.expected.holders(block_hash)) == {w for _, w, hashes in self.model if block_hash in hashes}
-        assert len(self.expected) == max((len(hashes) for _, _, hashes in self.model), default=0)
+    def between_the_bounds(self) -> None:
+        depths = self.expected.depths(CHAIN, ROWS)
+        for worker in WORKERS:
+            assert self.depth(worker, self.LIFETIME) <= depths[worker] <= self.depth(worker, 2 * self.LIFETIME)
+        assert len(self.expected) == depths.max()
 
 
 TestExpectationsAreTheModel = ExpectationsAreTheModel.TestCase
 TestExpectationsAreTheModel.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 
 
-@given(told=st.integers(0, 10), expected=st.integers(0, 10))
-def test_what_is_told_and_what_is_expected_add_up(told: int, expected: int) -> None:
-    """A chain may begin with blocks that are there and go on with blocks that are coming."""
-    index, soon = BlockIndex(), ExpectedBlocks()
-    index.apply("a", [BlockStored(CHAIN[:told])])
-    soon.expect("a", CHAIN[:expected], 0.0)
-    assert index.prefixes(CHAIN, ["a"]) == {"a": told}
-    assert index.prefixes_soon(CHAIN, ["a", "b"], soon) == {"a": max(told, expected), "b": 0}
-
-
-def test_expected_behind_told() -> None:
-    index, soon = BlockIndex(), ExpectedBlocks()
-    index.apply("a", [BlockStored(CHAIN[:2])])
-    soon.expect("a", CHAIN, 0.0)
-    index.apply("b", [BlockStored(CHAIN)])
-    assert index.prefixes_soon(CHAIN, ["a", "b"], soon) == {"a": 10, "b": 10}
-    soon.expire(5.0)
-    assert index.prefixes_soon(CHAIN, ["a", "b"], soon) == {"a": 2, "b": 10}
-
-
-def test_one_expectation_larger_than_all_is_cut() -> None:
-    soon = ExpectedBlocks(max_blocks=4)
-    soon.expect("a", CHAIN, 0.0)
-    assert [bool(soon.holders(block_hash)) for block_hash in CHAIN[:6]] == [True] * 4 + [False] * 2
+def test_expectations_never_exceed_their_number() -> None:
+    soon = ExpectedBlocks(max_blocks=40)
+    for number in range(30):
+        chain = block_hashes(range(4 * (number % 25)), 4, number.to_bytes(4, "big"))
+        soon.expect(0, chain, 0.0)
+        assert len(soon) <= 40
+        assert soon.depths(chain, 1)[0] == min(len(chain), 20)  # the latest is there, as far as there is room
 
 
 @pytest.mark.parametrize("requests", [300])
@@ -171,5 +164,5 @@ def test_the_index_does_not_grow_with_the_number_of_prefixes(requests: int) -> N
         held.append(hashes)
         if len(held) > 5:
             events.append(BlockRemoved(held.pop(0)))
-        index.apply("a", events)
-        assert len(index) == index.num_blocks("a") == 20 * len(held)
+        index.apply(0, events)
+        assert len(index) == index.num_blocks(0) == 20 * len(held)

@@ -4,15 +4,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.reservations import Outstanding, Reservation, Reservations
+from router.fleet import Fleet
+from router.reservations import Reservation, Reservations
 
-DECODE = ["d0", "d1"]
-PREFILL = ["p0", "p1", None]
+D0, D1, P0, P1 = range(4)  # rows
+DECODE = [D0, D1]
+PREFILL = [P0, P1, None]
 
 
 def reservation(
-    decode: str = "d0",
-    prefill: str | None = "p0",
+    decode: int = D0,
+    prefill: int | None = P0,
     prefill_tokens: int = 100,
     decode_tokens: int = 120,
     until: float = 10.0,
@@ -20,16 +22,27 @@ def reservation(
     return Reservation(decode, prefill, prefill_tokens, decode_tokens, until, 0)
 
 
-def expected(attempts: dict[tuple[str, int], Reservation], worker: str) -> Outstanding:
-    booked = Outstanding()
+def made() -> tuple[Fleet, Reservations]:
+    fleet = Fleet()
+    for name in ("d0", "d1", "p0", "p1"):
+        fleet.join(name)
+    return fleet, Reservations(fleet)
+
+
+def booked(fleet: Fleet, row: int) -> tuple[int, float, float]:
+    """Requests, tokens to prefill, tokens kept."""
+    requests, prefill, decode = fleet.table[["requests", "prefill_tokens", "decode_tokens"]][row].tolist()
+    return requests, prefill, decode
+
+
+def expected(attempts: dict[tuple[str, int], Reservation], row: int) -> tuple[int, float, float]:
+    requests = prefill = decode = 0
     for entry in attempts.values():
-        if worker in (entry.decode, entry.prefill):
-            booked.requests += 1
-        if entry.decode == worker:
-            booked.decode_tokens += entry.decode_tokens
-        if (entry.prefill or entry.decode) == worker:
-            booked.prefill_tokens += entry.prefill_tokens
-    return booked
+        requests += row in (entry.decode, entry.prefill)
+        decode += entry.decode_tokens if entry.decode == row else 0
+        computing = entry.decode if entry.prefill is None else entry.prefill
+        prefill += entry.prefill_tokens if computing == row else 0
+    return requests, prefill, decode
 
 
 class BookingsAreTheModel(RuleBasedStateMachine):
@@ -37,7 +50,7 @@ class BookingsAreTheModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reservations = Reservations()
+        self.fleet, self.reservations = made()
         self.now = 0.0
         self.model: dict[tuple[str, int], Reservation] = {}
 
@@ -49,7 +62,7 @@ class BookingsAreTheModel(RuleBasedStateMachine):
         tokens=st.integers(1, 1000),
         lease=st.floats(0.1, 5.0),
     )
-    def place(self, request: str, attempt: int, decode: str, prefill: str | None, tokens: int, lease: float) -> None:
+    def place(self, request: str, attempt: int, decode: int, prefill: int | None, tokens: int, lease: float) -> None:
         booked = Reservation(decode, prefill, tokens, 2 * tokens, self.now + lease, 0)
         self.reservations.reserve(request, attempt, booked)
         self.model[request, attempt] = booked
@@ -66,8 +79,8 @@ class BookingsAreTheModel(RuleBasedStateMachine):
         for key in over:
             del self.model[key]
 
-    @rule(worker=st.sampled_from(["d0", "d1", "p0", "p1"]))
-    def lost(self, worker: str) -> None:
+    @rule(worker=st.sampled_from([D0, D1, P0, P1]))
+    def lost(self, worker: int) -> None:
         self.reservations.forget(worker)
         kept = {key: entry for key, entry in self.model.items() if entry.decode != worker}
         self.model = {
@@ -80,8 +93,8 @@ class BookingsAreTheModel(RuleBasedStateMachine):
     @invariant()
     def same_as_the_model(self) -> None:
         assert len(self.reservations) == len(self.model)
-        for worker in ("d0", "d1", "p0", "p1"):
-            assert self.reservations.of(worker) == expected(self.model, worker)
+        for row in (D0, D1, P0, P1):
+            assert booked(self.fleet, row) == expected(self.model, row)
 
 
 TestBookingsAreTheModel = BookingsAreTheModel.TestCase
@@ -89,27 +102,27 @@ TestBookingsAreTheModel.settings = settings(max_examples=50, stateful_step_count
 
 
 def test_both_workers_carry_their_part() -> None:
-    reservations = Reservations()
+    fleet, reservations = made()
     reservations.reserve("x", 0, reservation())
-    assert reservations.of("d0") == Outstanding(requests=1, prefill_tokens=0, decode_tokens=120)
-    assert reservations.of("p0") == Outstanding(requests=1, prefill_tokens=100, decode_tokens=0)
+    assert booked(fleet, D0) == (1, 0, 120)
+    assert booked(fleet, P0) == (1, 100, 0)
     reservations.release("x", 0)
-    assert reservations.of("d0") == reservations.of("p0") == Outstanding()
+    assert booked(fleet, D0) == booked(fleet, P0) == (0, 0, 0)
 
 
 def test_each_attempt_is_booked_on_its_own_worker() -> None:
-    reservations = Reservations()
-    reservations.reserve("x", 0, reservation("d0"))
-    reservations.reserve("x", 1, reservation("d1"))
+    fleet, reservations = made()
+    reservations.reserve("x", 0, reservation(D0))
+    reservations.reserve("x", 1, reservation(D1))
     reservations.release("x", 0)
-    assert (reservations.of("d0").requests, reservations.of("d1").requests) == (0, 1)
+    assert (booked(fleet, D0)[0], booked(fleet, D1)[0]) == (0, 1)
 
 
 def test_a_lost_prefill_worker_leaves_the_work_to_the_decode_worker() -> None:
-    reservations = Reservations()
+    fleet, reservations = made()
     reservations.reserve("x", 0, reservation())
-    reservations.forget("p0")
-    assert reservations.of("d0") == Outstanding(requests=1, prefill_tokens=100, decode_tokens=120)
+    reservations.forget(P0)
+    assert booked(fleet, D0) == (1, 100, 120)
     reservations.reserve("y", 0, reservation())  # it is back
     reservations.release("x", 0)
-    assert reservations.of("p0") == Outstanding(requests=1, prefill_tokens=100)
+    assert booked(fleet, P0) == (1, 100, 0)

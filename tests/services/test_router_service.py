@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from engine.hashing import block_hashes
 from engine.request import BlockStored, CacheCleared, KvEventBatch
+from router.expected import ExpectedBlocks
 from services.cluster_state import ClusterState
 from services.embedded_state import EmbeddedState
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
@@ -140,7 +141,7 @@ async def test_each_worker_is_asked_for_hashes_of_its_own_blocks() -> None:
         request = router_pb2.PlaceRequest(request_id="q", chains=chains, prompt_tokens=160)
 
         async def known() -> bool:
-            made.service._expected.expire(float("inf"))
+            made.service._placer._expected = ExpectedBlocks()
             placement = await made.router.Place(request, timeout=5)
             return (placement.decode.incarnation, placement.decode_cached_blocks) == ("b", 3)
 

@@ -1,0 +1,72 @@
+"""The workers of a cluster as one table: a row for each, its place never changes while the worker is there.
+
+Policies look at whole columns, so that a decision over 1,000 workers is a few vector operations. The row's number is
+the worker's bit in the block index.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORKER = np.dtype(
+    [
+        ("worker", "S32"),  # incarnation
+        ("ready", "?"),  # may get requests
+        ("prefills", "?"),  # is a prefill worker
+        ("decodes", "?"),  # is a decode or aggregated worker
+        ("aggregated", "?"),
+        ("layout", "i4"),  # a number for each layout of blocks
+        ("block_size", "i4"),  # tokens
+        ("requests", "i4"),  # booked
+        ("prefill_tokens", "f8"),  # booked: to be computed of prompts
+        ("decode_tokens", "f8"),  # booked: whose KV is kept
+        ("waiting_for_blocks", "i4"),  # requests that cannot start there for want of KV blocks
+        ("prefill_rate", "f8"),  # tokens per second that it computes of prompts; NaN: not measured
+        ("fetch_rate", "f8"),  # that it fetches from others; 0: it cannot, NaN: not measured
+    ],
+    align=True,
+)
+_ROWS = 16  # at first
+
+
+class Fleet:
+    """The table, which row is whose, and which layout has which number. Rows of workers that left are used again."""
+
+    def __init__(self) -> None:
+        self.table: NDArray[np.void] = np.zeros(_ROWS, WORKER)
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(_ROWS))[::-1]
+        self._numbers: dict[Hashable, int] = {}
+
+    def join(self, worker: str) -> int:
+        """The row of a worker, an empty one for a new worker."""
+        row = self._row_of.get(worker)
+        if row is None:
+            if not self._free:
+                size = len(self.table)
+                self.table = np.concatenate([self.table, np.zeros(size, WORKER)])
+                self._free = list(range(size, 2 * size))[::-1]
+            row = self._row_of[worker] = self._free.pop()
+            self.table["worker"][row] = worker.encode()
+        return row
+
+    def set(self, row: int, **columns: Any) -> None:
+        """Writes columns of a row."""
+        for name, value in columns.items():
+            self.table[name][row] = value
+
+    def leave(self, worker: str) -> None:
+        """Empties the row of a worker."""
+        row = self._row_of.pop(worker)
+        self.table[row] = np.zeros((), WORKER)
+        self._free.append(row)
+
+    def row(self, worker: str) -> int | None:
+        """Where a worker stands; None: it is not there."""
+        return self._row_of.get(worker)
+
+    def layout(self, name: str) -> int:
+        """The number of a layout."""
+        return self._numbers.setdefault(name, len(self._numbers))

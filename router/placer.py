@@ -1,0 +1,120 @@
+"""The router's view of its cluster, and decisions upon it: the table, caches, expectations and bookings as one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from router.expected import ExpectedBlocks
+from router.fetch import source_for
+from router.fleet import Fleet
+from router.index import BlockIndex
+from router.policies import Draw
+from router.policy import Decision, place
+from router.reservations import Reservation, Reservations
+from router.snapshot import Ask, Snapshot
+
+_MOST_OUTPUT = 1 << 16  # tokens that are booked of a request that names no end
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decision that is booked, what it looked at, and from where a prefix is to be fetched."""
+
+    decision: Decision
+    snapshot: Snapshot
+    source: int | None  # row
+
+
+class Placer:
+    """Everything is known by rows of `fleet`. Not thread-safe."""
+
+    def __init__(self, *, policy: str, local_prefill_tokens: int, fetch_tokens: int, seed: int | None = None) -> None:
+        self.fleet = Fleet()
+        self.index = BlockIndex()
+        self.reservations = Reservations(self.fleet)
+        self._expected = ExpectedBlocks()
+        self._policy = policy
+        self._local_prefill_tokens = local_prefill_tokens
+        self._fetch_tokens = fetch_tokens
+        self._rng = np.random.default_rng(seed)
+        self._turn = 0
+
+    def leave(self, worker: str) -> None:
+        """Forgets a worker: its blocks, what was expected of it, its load."""
+        row = self.fleet.row(worker)
+        if row is not None:
+            self.index.remove(row)
+            self._expected.remove(row)
+            self.reservations.forget(row)
+            self.fleet.leave(worker)
+
+    def place(
+        self,
+        key: tuple[str, int],
+        ask: Ask,
+        chains: Iterable[tuple[str, Sequence[bytes]]],
+        excluded: Iterable[str],
+        *,
+        now: float,
+        lease: float,
+    ) -> Placed:
+        """Chooses workers for an attempt (request id, number) and books their load for `lease` seconds at most.
+
+        `chains`: layout and hashes of the prompt's blocks in it; a worker whose layout is missing has nothing cached.
+        Raises router.policy.NoWorker.
+        """
+        numbered = [(self.fleet.layout(layout), hashes) for layout, hashes in chains]
+        snapshot = self._snapshot(numbered, excluded)
+        draw = Draw(self._turn, self._rng)
+        self._turn += 1
+        decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
+        source = source_for(decision.computing, ask, snapshot, fetch_tokens=self._fetch_tokens)
+        self._book(key, ask, snapshot, decision, source, expires=now + lease)
+        for row in {decision.decode, decision.computing}:
+            for layout, hashes in numbered:
+                if layout == self.fleet.table["layout"][row]:
+                    self._expected.expect(row, hashes, now)
+        return Placed(decision, snapshot, source)
+
+    def tick(self, now: float) -> None:
+        """Now and then: ends what is over."""
+        self.reservations.expire(now)
+        self._expected.expire(now)
+
+    def _snapshot(self, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str]) -> Snapshot:
+        """A chain's hashes depend on its layout, so that only workers of this layout hold any of them."""
+        table = self.fleet.table
+        if rows := [row for row in map(self.fleet.row, excluded) if row is not None]:
+            table = table.copy()
+            table["ready"][rows] = False
+        cached = soon = np.zeros(len(table), np.int32)
+        for _, hashes in chains:
+            cached = np.maximum(cached, self.index.depths(hashes, len(table)))
+            soon = np.maximum(soon, self._expected.depths(hashes, len(table)))
+        return Snapshot(table, cached, np.maximum(cached, soon))
+
+    def _book(
+        self,
+        key: tuple[str, int],
+        ask: Ask,
+        snapshot: Snapshot,
+        decision: Decision,
+        source: int | None,
+        expires: float,
+    ) -> None:
+        reused = int(snapshot.expected_tokens[decision.computing])
+        if source is not None:
+            reused = max(reused, int(snapshot.cached_tokens[source]))
+        uncached = max(1, ask.prompt_tokens - reused)
+        self.reservations.reserve(
+            *key,
+            Reservation(
+                decode=decision.decode,
+                prefill=decision.prefill,
+                prefill_tokens=uncached,
+                decode_tokens=ask.prompt_tokens + min(ask.max_tokens, _MOST_OUTPUT),
+                expires=expires,
+                predicted_tokens=max(0, ask.prompt_tokens - uncached),
+            ),
+        )

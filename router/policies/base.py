@@ -1,0 +1,20 @@
+"""What every policy is: a pure function of the request and the workers that could take it."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.snapshot import Ask, Snapshot
+
+
+class Draw(NamedTuple):
+    """What else may decide: how many decisions were made before, and chance."""
+
+    turn: int
+    rng: np.random.Generator
+
+
+# Cost `[n]` of giving the request to each of the workers; the least wins, and of equals any.
+Policy = Callable[[Ask, Snapshot, Draw], NDArray[np.float64]]

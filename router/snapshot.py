@@ -1,0 +1,47 @@
+"""What a decision is made of: the request, and the workers at this moment as columns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is known of the request."""
+
+    prompt_tokens: int
+    max_tokens: int
+    local_prefill_only: bool = False
+
+    def uncached(self, cached_tokens: NDArray[Any]) -> NDArray[np.int64]:
+        """Prompt tokens left to compute where that many leading ones are cached; the last one always."""
+        left: NDArray[np.int64] = np.maximum(1, self.prompt_tokens - cached_tokens)
+        return left
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Workers and what they hold of one request's prompt, `[n]` each."""
+
+    table: NDArray[np.void]  # of router.fleet.WORKER
+    cached_blocks: NDArray[np.int32]  # leading blocks of the prompt that a worker holds
+    expected_blocks: NDArray[np.int32]  # that it holds or will hold soon, by the requests under way there
+
+    def take(self, rows: NDArray[np.intp]) -> "Snapshot":
+        """These workers alone, in this order."""
+        # `take` copies whole rows, 20 times as fast as an index does.
+        return Snapshot(self.table.take(rows), self.cached_blocks[rows], self.expected_blocks[rows])
+
+    @property
+    def cached_tokens(self) -> NDArray[np.int32]:
+        """Leading tokens of the prompt that each holds."""
+        tokens: NDArray[np.int32] = self.cached_blocks * self.table["block_size"]
+        return tokens
+
+    @property
+    def expected_tokens(self) -> NDArray[np.int32]:
+        """Leading tokens of the prompt that each holds or will hold soon."""
+        tokens: NDArray[np.int32] = self.expected_blocks * self.table["block_size"]
+        return tokens

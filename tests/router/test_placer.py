@@ -1,0 +1,85 @@
+"""The router's view as a whole: workers that come, go and come back in rows of others."""
+
+import numpy as np
+import pytest
+
+from engine.hashing import block_hashes
+from engine.request import BlockStored
+from router.placer import Placed, Placer
+from router.policy import NoWorker
+from router.snapshot import Ask
+
+CHAIN = block_hashes(range(160), 16, b"root")
+ASK = Ask(prompt_tokens=165, max_tokens=10)
+
+
+def made(*workers: str, **settings: object) -> Placer:
+    fields: dict[str, object] = {"policy": "prefix", "local_prefill_tokens": 32, "fetch_tokens": 0, "seed": 1}
+    placer = Placer(**fields | settings)  # type: ignore[arg-type]
+    for name in workers:
+        join(placer, name)
+    return placer
+
+
+def join(placer: Placer, name: str, layout: str = "l") -> int:
+    row = placer.fleet.join(name)
+    number = placer.fleet.layout(layout)
+    placer.fleet.set(row, ready=True, decodes=True, aggregated=True, layout=number, block_size=16)
+    return row
+
+
+def place(placer: Placer, key: str, *excluded: str, now: float = 0.0, layout: str = "l") -> Placed:
+    return placer.place((key, 0), ASK, [(layout, CHAIN)], excluded, now=now, lease=10.0)
+
+
+def test_a_row_that_is_used_again_knows_nothing_of_the_one_before() -> None:
+    placer = made("a", "b")
+    row = placer.fleet.row("a")
+    assert row is not None
+    placer.index.apply(row, [BlockStored(CHAIN)])
+    assert place(placer, "x").decision.decode == row  # its blocks are there, and expected
+    placer.leave("a")
+    assert join(placer, "c") == row
+    placed = place(placer, "y", "b")
+    assert placed.decision.decode == row
+    assert placed.snapshot.cached_blocks[row] == placed.snapshot.expected_blocks[row] == 0
+    assert placer.fleet.table["requests"][row] == 1
+    placer.reservations.release("x", 0)  # late; of the worker that is gone
+    assert placer.fleet.table["requests"][row] == 1
+
+
+def test_more_workers_than_rows_at_first() -> None:
+    placer = made("first")
+    place(placer, "x")
+    rows = [join(placer, f"w{number}") for number in range(100)]
+    assert len({placer.fleet.row("first"), *rows}) == 101
+    assert placer.fleet.table["requests"].sum() == 1
+    placer.index.apply(rows[-1], [BlockStored(CHAIN)])
+    assert place(placer, "y", "first").decision.decode == rows[-1]
+
+
+def test_excluded_workers_get_nothing_and_stay_ready() -> None:
+    placer = made("a", "b")
+    for number in range(5):
+        assert place(placer, f"x{number}", "a", "unknown").decision.decode == placer.fleet.row("b")
+    with pytest.raises(NoWorker):
+        place(placer, "y", "a", "b")
+    assert placer.fleet.table["ready"].sum() == 2
+
+
+def test_what_is_expected_stays_expected_for_its_time() -> None:
+    placer = made("a", "b", "c", "d")
+    first = place(placer, "x").decision.decode
+    assert place(placer, "y", now=1.0).decision.decode == first
+    placer.tick(100.0)
+    assert place(placer, "z", now=100.0).snapshot.expected_blocks.tolist() == [0] * len(placer.fleet.table)
+
+
+def test_a_worker_of_another_layout_has_nothing_of_the_chain() -> None:
+    placer = made("a")
+    other = join(placer, "b", "l2")
+    placed = place(placer, "x", "a", layout="l")
+    assert placed.decision.decode == other
+    assert np.flatnonzero(place(placer, "y", "a", layout="l").snapshot.expected_blocks).tolist() == []
+    assert place(placer, "z", "a", layout="l2").decision.decode == other
+    assert place(placer, "w", "a", layout="l2").snapshot.expected_blocks[other] == len(CHAIN)

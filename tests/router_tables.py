@@ -1,0 +1,40 @@
+"""Small fleets for tests of decisions."""
+
+import numpy as np
+
+from router.fleet import WORKER
+from router.snapshot import Snapshot
+
+BLOCK = 16  # tokens
+
+
+def worker(
+    name: str,
+    role: str = "decode",
+    *,
+    prefill: int = 0,
+    decode: int = 0,
+    requests: int = 0,
+    cached: int = 0,
+    soon: int = 0,
+    size: int = BLOCK,
+    **columns: float,
+) -> tuple[np.void, int, int]:
+    """A row and the prompt's blocks that it has and expects."""
+    row = np.zeros((), WORKER)
+    row["worker"], row["ready"], row["block_size"] = name.encode(), True, size
+    row["prefills"], row["decodes"], row["aggregated"] = role == "prefill", role != "prefill", role == "aggregated"
+    row["prefill_tokens"], row["decode_tokens"], row["requests"] = prefill, decode, requests
+    row["prefill_rate"] = row["fetch_rate"] = np.nan
+    for column, value in columns.items():
+        row[column] = value
+    return row[()], cached, max(cached, soon)
+
+
+def snapshot(*workers: tuple[np.void, int, int]) -> Snapshot:
+    """What a decision looks at."""
+    table = np.zeros(len(workers), WORKER)
+    for number, (row, _, _) in enumerate(workers):
+        table[number] = row
+    cached, expected = ([each[column] for each in workers] for column in (1, 2))
+    return Snapshot(table, np.array(cached, np.int32), np.array(expected, np.int32))
