@@ -1,4 +1,4 @@
-"""What the two sides of a KV transfer tell each other. `transfer_id` is `request_id/attempt`.
+"""What the two sides of a KV transfer tell each other. `transfer_id` is `request_id/attempt`, of a fetch `.../fetch`.
 
 Any of these may come late, twice, out of order or never; the state machines in `receiver` and `sender` cope.
 """
@@ -7,6 +7,8 @@ import msgspec
 
 from engine.request import Request, TokenLogprob
 from kv_transfer.references import BlockRef
+
+FETCH = "/fetch"  # ends the ids of fetches, and no id of a request: who holds a prefix may have the request as well
 
 
 class PrefixSource(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from engine.request import Request
 from kv_transfer import receiver as rx
 from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ReceiverConnector
-from kv_transfer.messages import Done, FirstToken, Order, PrefixSource, Switch, ToSender
+from kv_transfer.messages import FETCH, Done, FirstToken, Order, PrefixSource, Switch, ToSender
 from kv_transfer.references import BlockRef
 from kv_transfer.states import ReceiverState
 from services.rpc import router_pb2, transfer_pb2
@@ -133,7 +133,7 @@ class KvReceiver:
             task.cancel()
             self._engine.post(lambda: self._engine.engine.abort(key))
             return True
-        receiving = self._transfers.get(key) or self._transfers.get(_fetch_id(key))
+        receiving = self._transfers.get(key) or self._transfers.get(key + FETCH)
         if receiving is None or receiving.machine.state is ReceiverState.ABORTING:
             return False
         self._count(receiving, "aborted")
@@ -190,10 +190,8 @@ class KvReceiver:
         self, request: Request, prefill: router_pb2.Endpoint, reply_to: str, source: PrefixSource | None
     ) -> None:
         key = request.request_id
-        engine = self._engine.engine
         timeline = self._timelines.open(key, prefill.incarnation, sends=False)
         timeline.mark("arrived")
-        reservation = None
         try:
             await self._links.to(prefill)  # first: for a peer that is gone nobody has to make room
             timeline.mark("linked", prefill.name)
@@ -207,7 +205,7 @@ class KvReceiver:
             log.warning("prefill goes local", request=key, reason=reason)
             timeline.mark("recomputed", reason)
             self._metrics.transfers.labels("recomputed").inc()
-            await self._engine.call(partial(engine.recompute, key) if reservation else partial(engine.add, request))
+            await self._engine.call(partial(self._compute, request))
             return
         order = Order(
             transfer_id=key,
@@ -238,44 +236,57 @@ class KvReceiver:
                 return
             self._over(prefix, True)
         self._metrics.fetches.labels(outcome).inc()
-        await self._engine.call(partial(self._engine.engine.add, request, hold=hold))
+        await self._engine.call(partial(self._compute, request, hold))
+
+    def _compute(self, request: Request, hold: bool = False) -> None:
+        """Engine thread: has the request computed here, whether blocks are reserved for it or not."""
+        if not self._engine.engine.recompute(request.request_id):
+            self._engine.engine.add(request, hold=hold)
 
     def _over(self, prefix: Prefix, for_all: bool) -> None:
         self._fetching.pop(prefix).set_result(for_all)
 
     async def _order_prefix(self, request: Request, source: PrefixSource, hold: bool, prefix: Prefix) -> str | None:
         """Asks `source` for the prefix; None, or what kept it from that."""
-        key = request.request_id
-        engine = self._engine.engine
-        timeline = self._timelines.open(_fetch_id(key), source.incarnation, sends=False)
+        key, engine = request.request_id, self._engine.engine
+        size = engine.kv_cache.spec.block_size
+        timeline = self._timelines.open(key + FETCH, source.incarnation, sends=False)
         arrived = time.monotonic()
         timeline.mark("arrived", at=arrived)
-        reservation, outcome, reason = None, "no room", "no room for it, or nothing left to fetch"
+        peer = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
+        unreachable = "unreachable", "no link to the source as soon as it could be computed"
+        outcome, reason = unreachable
+        reservation = link = None
         try:
-            peer = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
             async with asyncio.timeout(self._costs.computing_seconds(source.tokens)):
-                link = await self._links.to(peer)
+                await self._links.to(peer)
             linking = time.monotonic() - arrived
             timeline.mark("linked", source.name)
+            outcome, reason = "no room", "no room for it, or nothing left to fetch"
             reserve = partial(engine.reserve, request, prefix_tokens=source.tokens, hold=hold)
             reservation = await self._engine.call(reserve)
+            if reservation is not None:
+                outcome, reason = unreachable
+                missing = len(reservation.block_ids) * size - reservation.num_cached_tokens
+                seconds = self._costs.computing_seconds(missing) - linking
+                deadline = min(request.deadline, time.monotonic() + seconds)
+                if seconds > 0:
+                    async with asyncio.timeout(seconds):
+                        link = await self._links.to(peer)  # again: it may have ended while the engine was busy
         except asyncio.CancelledError:
             timeline.mark("aborted")
             raise
         except Exception as error:  # whatever it is, the request can still be computed here
-            outcome, reason = "unreachable", str(error) or "no link to the source as soon as it could be computed"
-        if reservation is None:
+            reason = str(error) or reason
+        if reservation is None or link is None:
             log.info("a prefix is not fetched", request=key, reason=reason)
             timeline.mark("recomputed", reason)
             return outcome
-        size = engine.kv_cache.spec.block_size
         token_ids = (request.prompt_token_ids + request.output_token_ids)[: len(reservation.block_ids) * size]
-        seconds = self._costs.computing_seconds(len(token_ids) - reservation.num_cached_tokens)
-        deadline = min(request.deadline, time.monotonic() + seconds - linking)
         order = Order(
-            transfer_id=_fetch_id(key),
+            transfer_id=key + FETCH,
             request=msgspec.structs.replace(
-                request, request_id=_fetch_id(key), prompt_token_ids=token_ids, output_token_ids=[]
+                request, request_id=key + FETCH, prompt_token_ids=token_ids, output_token_ids=[]
             ),
             blocks=self._references(reservation),
             skip_blocks=reservation.num_cached_blocks,
@@ -480,8 +491,3 @@ class KvReceiver:
         self._carry_out(receiving, machine.verified(ok, time.monotonic()))
         if is_late and time.monotonic() > late_at and machine.closed:
             self._links.end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")
-
-
-def _fetch_id(request_id: str) -> str:
-    """A request may be fetched for by a worker while another one, which holds the prefix, has it as well."""
-    return f"{request_id}/fetch"

@@ -24,7 +24,7 @@ from engine.scheduler import Entry
 from kv_transfer import sender as tx
 from kv_transfer.connectors.base import ConnectorError, PushRefused
 from kv_transfer.connectors.selection import Chosen
-from kv_transfer.messages import Order, Renew
+from kv_transfer.messages import FETCH, Order, Renew, ToSender
 from kv_transfer.states import SenderState
 from kv_transfer.transfers import SenderTransfers
 from services.rpc import transfer_pb2, transfer_pb2_grpc
@@ -53,6 +53,7 @@ class Sending:
     computed: bool = False  # the first token is there, or, of a fetch, what is cached
     seen_out: Chosen | None = None  # what the rest of the bytes is, or was, seen out over
     # ---
+    entered: bool = False  # the engine has the request for this transfer, and not for somebody else
     computed_at: float = 0.0  # when the prompt's last layer was
     block_ids: list[int] = field(default_factory=list)  # of the prompt, as far as it was pushed
     used: Chosen | None = None  # what pushes go over; None while there is nothing to push over
@@ -133,7 +134,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         """First tokens go to the gateway and the decode worker at once; then the rest of the bytes is seen out."""
         for output in outputs:
             sending = self._sending.get(output.request_id)
-            if sending is None:
+            if sending is None or not sending.entered:
                 continue
             if output.error is not None or not output.token_ids:
                 self._carry_out(sending, sending.machine.failed(output.error or "the prefill gave no token"))
@@ -340,13 +341,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         message = from_receiver_frame(frame)
         if message is None:
             return
-        refusal = None
-        if self.draining or self.asleep:
-            refusal = f"the sender is {'draining' if self.draining else 'asleep'}"
-        elif isinstance(message, Order) and message.request.request_id != message.transfer_id:
-            refusal = f"the order {message.transfer_id!r} is for another request, {message.request.request_id!r}"
-        elif message.transfer_id in self._sending:
-            refusal = "another receiver's transfer has this id"
+        refusal = self._reason_against(message)
         now = time.monotonic()
         machine, actions = self._transfers.on_message(peer.incarnation, message, now, refusal)
         if isinstance(message, Renew) and self._hangs(now):
@@ -374,6 +369,22 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._carry_out(sending, actions)
         if sending.switching:
             self._switch(sending, chosen, f"{chosen.kind} is in use {chosen.reason}")
+
+    def _reason_against(self, message: ToSender) -> str | None:
+        """Why no transfer may begin with this message."""
+        if self.draining or self.asleep:
+            return f"the sender is {'draining' if self.draining else 'asleep'}"
+        if message.transfer_id in self._sending:
+            return "another receiver's transfer has this id"
+        if not isinstance(message, Order):
+            return None
+        if message.request.request_id != message.transfer_id:
+            return f"the order {message.transfer_id!r} is for another request, {message.request.request_id!r}"
+        if message.cached_only != message.transfer_id.endswith(FETCH):
+            return f"{message.transfer_id!r} could be a request of this worker: ids of fetches alone end with {FETCH!r}"
+        if not message.cached_only and self._engine.engine.on_layers is None:
+            return "the sender computes no prompts for others"
+        return None
 
     def _carry_out(self, sending: Sending, actions: list[tx.SenderAction]) -> None:
         engine = self._engine.engine
@@ -410,8 +421,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         try:
             if order.cached_only:
                 self._push_cached(sending)
-            elif order.source is None:
+                return
+            if order.source is None:  # else the fetch adds it, behind what it brings
                 self._engine.engine.add(order.request, hold=True)
+            sending.entered = True
         except ValueError as error:
             failed = partial(sending.machine.failed, str(error))
             self._loop.call_soon_threadsafe(lambda: self._carry_out(sending, failed()))
@@ -420,6 +433,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         """Engine thread. Raises ValueError if nothing is cached that the receiver could use."""
         sending.computed_at = time.monotonic()
         num_tokens = self._engine.engine.hold_cached(sending.order.request)
+        sending.entered = num_tokens > 0
         cut = sending.peer.plan.leading(sending.order, num_tokens)
         if cut is None:
             raise ValueError("no more of it is cached than the receiver has")
@@ -435,7 +449,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         def stop() -> Chosen:
             used, sending.used = sending.used, None
             self._exports.pop(key, None)
-            engine.abort(key)
+            if sending.entered:
+                engine.abort(key)
             return used or sending.chosen
 
         if sending.order.source is not None:

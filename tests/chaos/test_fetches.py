@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import time
+from typing import Any
 
 import pytest
 from chaos.faults import Faults, dice, everywhere
@@ -9,7 +11,9 @@ from chaos.load import Load
 from chaos.mock_engine import BLOCK
 from chaos.pair import CONNECTORS, Pair, linked
 
-from services.rpc import router_pb2, worker_pb2
+from engine.request import Request, SamplingParams
+from services.rpc import router_pb2, trace_pb2, worker_pb2
+from services.worker import links, receiving
 
 
 def fetches(pair: Pair, outcome: str) -> int:
@@ -106,6 +110,81 @@ async def test_a_peer_that_hangs_is_not_waited_for_longer_than_computing_takes()
         assert counted(pair) == {"committed": 1, "late": 1}
         assert pair.decode.costs.fetch_rate is not None
         go_on.set()
+        assert not any((await Load(pair).settled()).values())
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_a_link_that_breaks_while_the_engine_is_busy_is_not_waited_for(
+    comes_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with linked("tcp", Faults(dice(8), {})) as pair:
+        prompt = [23 * number for number in range(6 * BLOCK)]
+        await pair.prefill.cache(prompt)
+        receiver, engine = pair.decode.receiver, pair.decode.thread
+        link = await receiver._links.to(pair.endpoint)
+        reserve = pair.decode.engine.reserve
+
+        def reserve_late(*args: Any, **options: Any) -> Any:
+            engine._loop.call_soon_threadsafe(link.call.cancel)
+            assert link.reader is not None
+            while not link.reader.done():
+                time.sleep(0.001)
+            return reserve(*args, **options)
+
+        monkeypatch.setattr(pair.decode.engine, "reserve", reserve_late)
+        if not comes_back:
+            monkeypatch.setattr(receiver._links, "_shake_hands", unreachable)
+        asked = time.monotonic()
+        await submit(pair, "q0", prompt)
+        assert counted(pair) == {"committed" if comes_back else "unreachable": 1}
+        assert time.monotonic() - asked < pair.decode.costs.computing_seconds(len(prompt) - BLOCK)
+        assert not any((await Load(pair).settled()).values())
+
+
+async def unreachable(*_: object) -> links.Link:
+    raise links.LinkLost("nobody is there")
+
+
+@pytest.mark.parametrize("key", ["q0/0", "q0/0/fetch"])
+async def test_an_order_with_the_id_of_another_request_does_not_end_that(key: str) -> None:
+    async with linked("tcp", Faults(dice(9), {})) as pair:
+        prompt = [29 * number for number in range(6 * BLOCK)]
+        await pair.prefill.cache(prompt)
+        own = Request(request_id=key, prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=500))
+        await pair.prefill.thread.call(lambda: pair.prefill.engine.add(own))
+        if key.endswith("fetch"):
+            await submit(pair, "q0", prompt)
+            assert counted(pair) == {"refused": 1}
+        else:
+            load = Load(pair, abort_share=0)
+            await load.submit("q0", "tcp://127.0.0.1:1")
+            while pair.decode.service.admitted:
+                await asyncio.sleep(0.002)
+            assert pair.decode.metrics.transfers.labels("recomputed")._value.get() == 1
+        sequences = pair.prefill.engine._scheduler.sequences
+        await pair.prefill.thread.call(lambda: None)
+        assert key in sequences and sequences[key].request is own
+        await pair.prefill.thread.call(lambda: pair.prefill.engine.abort(key))
+        assert not any((await Load(pair).settled()).values())
+
+
+@pytest.mark.parametrize("orders", ["a prompt", "a fetch with the id of a request"])
+async def test_an_order_that_could_meet_a_request_of_this_worker_is_refused(
+    orders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a worker that computes prompts for nobody but itself, and in whose engine the id could be in use later."""
+    async with linked("tcp", Faults(dice(10), {})) as pair:
+        if orders == "a prompt":
+            pair.prefill.engine.on_layers = None
+            await Load(pair, abort_share=0).submit("q0", "tcp://127.0.0.1:1")
+        else:
+            monkeypatch.setattr(receiving, "FETCH", "")
+            await submit(pair, "q0", [31 * number for number in range(6 * BLOCK)])
+        while pair.decode.service.admitted:
+            await asyncio.sleep(0.002)
+        timelines = await pair.decode.timelines.Timelines(trace_pb2.TimelinesRequest(request="q0"), None)  # type: ignore[arg-type]
+        (reason,) = [mark.detail for mark in timelines.timelines[0].marks if mark.event == "recomputed"]
+        assert ("computes no prompts" if orders == "a prompt" else "could be a request") in reason
         assert not any((await Load(pair).settled()).values())
 
 
