@@ -1,11 +1,14 @@
 """Whether frames to one receiver are packed: when packing them and sending less is quicker than sending them plain.
 
 What the link does is read from the kernel: how many bytes the receiver has acknowledged, and how long there were any to
-send. So time in which the worker computes does not count, and a link that has become fast shows at once, packed frames
-or not. What the codec does is measured on the very payloads: on each that is packed, and while none is, on one now and
-then, if the link is slow enough for the answer to matter. It is timed by the core's clock: who waits for a core, or for
-the interpreter, does so packed or not. The link is shared by all streams, so its speed is compared with what they can
-pack together, one a core.
+send. Only times count in which there nearly always were: in others a packet that waits for an acknowledgement, or for a
+busy core, would make a fast link look slow. But whatever has gone faster than was thought shows a faster link, so one
+that has become fast is noticed, packed frames or not.
+
+What the codec does is measured on the very payloads: on each that is packed, and while none is, on one now and then, if
+the link is slow enough for the answer to matter. It is timed by the core's clock: who waits for a core, or for the
+interpreter, does so packed or not. The link is shared by all streams, so its speed is compared with what they can pack
+together, one a core.
 """
 
 import math
@@ -19,8 +22,9 @@ from kv_transfer.connectors.codec import Bytes, pack
 
 _ACKED_OFFSET, _BUSY_OFFSET = 120, 168  # of u64 in Linux' struct tcp_info: tcpi_bytes_acked, tcpi_busy_time in us
 _TCP_INFO_BYTES = 176
-_LOOK_SECONDS = 0.01  # between two looks at the link
-_ENOUGH_BYTES, _ENOUGH_SECONDS = 1 << 20, 0.5  # of sending, before the link is judged; either will do
+_LOOK_SECONDS = 0.05  # between two looks at the link
+_BUSY = 0.8  # of the time between them, to count
+_ENOUGH_BYTES, _ENOUGH_SECONDS = 1 << 20, 0.25  # of sending, before the link is judged; either will do
 _HALF_LIFE_BYTES = 4 << 20  # what was measured so many bytes ago counts half
 _TRIALS, _TRIAL_SECONDS = 3, 5.0  # frames at first; then one in so long
 _WORTH = 0.95  # of the plain time, to begin; once begun, any gain will do
@@ -28,7 +32,7 @@ _WORTH = 0.95  # of the plain time, to begin; once begun, any gain will do
 Sent = tuple[int, float]  # bytes that were acknowledged, seconds in which there were any to send
 
 
-def sent(connection: socket.socket) -> Sent:
+def sent_on(connection: socket.socket) -> Sent:
     """On this connection so far; nothing where the kernel does not tell."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -74,8 +78,8 @@ class CodecChoice:
         self.codec = Rate()
         self.in_use = False
         self._lock = threading.Lock()
-        self._look_due = 0.0  # monotonic seconds, as below
-        self._trial_due = 0.0
+        self._looked = time.monotonic()
+        self._trial_due = 0.0  # monotonic seconds
         self._trials_left = _TRIALS
 
     def pack(self, payload: Bytes, codec: int) -> list[memoryview] | None:
@@ -96,13 +100,15 @@ class CodecChoice:
         """Measures the link, if it is time to. `streams` say what each has sent since it was asked before."""
         now = time.monotonic()
         with self._lock:
-            if not self._codecs or now < self._look_due:
+            passed = now - self._looked
+            if not self._codecs or passed < _LOOK_SECONDS:
                 return
-            self._look_due = now + _LOOK_SECONDS
+            self._looked = now
             found = [ask() for ask in streams]
-            if total := sum(num_bytes for num_bytes, _ in found):
-                # The streams share the link, and as a rule all are busy at the same time.
-                self.link.add(total, max(seconds for _, seconds in found))
+            # The streams share the link, and as a rule all are busy at the same time.
+            total, busy = sum(num_bytes for num_bytes, _ in found), max(seconds for _, seconds in found)
+            if busy >= _BUSY * passed or total > busy * self.link.speed:
+                self.link.add(total, busy)
                 self._decide()
 
     def __str__(self) -> str:

@@ -20,7 +20,7 @@ import xxhash
 
 from kv_transfer.connectors.base import ConnectorCounters, ConnectorError, SenderConnector
 from kv_transfer.connectors.codec import CODECS
-from kv_transfer.connectors.codec_choice import CodecChoice, Sent, sent
+from kv_transfer.connectors.codec_choice import CodecChoice, Sent, sent_on
 from kv_transfer.connectors.tcp import TcpDescription, is_loopback
 from kv_transfer.connectors.tcp_wire import (
     FORMAT,
@@ -129,7 +129,7 @@ class SendingStream:
         with self._changed:
             if self._socket is None:
                 return 0, 0.0
-            before, self._sent = self._sent, sent(self._socket)
+            before, self._sent = self._sent, sent_on(self._socket)
             return max(0, self._sent[0] - before[0]), max(0.0, self._sent[1] - before[1])
 
     def _raise_failure(self, transfer_id: str) -> None:
@@ -230,12 +230,15 @@ class SendingStream:
         assert self._socket is not None
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
+        acked, _ = sent_on(self._socket)
         while views:
             try:
                 sent = self._socket.sendmsg(views)
             except BlockingIOError:
-                if not poll.poll(STUCK_SECONDS * 1000):
-                    raise StreamLost(f"not one byte went out in {STUCK_SECONDS:g} s") from None
+                if not poll.poll(STUCK_SECONDS * 1000):  # on a slow link that is shared, a full buffer may take longer
+                    before, (acked, _) = acked, sent_on(self._socket)
+                    if acked == before:
+                        raise StreamLost(f"not one byte went out in {STUCK_SECONDS:g} s") from None
                 continue
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))

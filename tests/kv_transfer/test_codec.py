@@ -358,7 +358,6 @@ def test_a_fast_link_gets_plain_bytes(wire: Wire) -> None:
         wait_until(lambda key=f"r{round_}/0": receiver.bytes_landed(key) == 64 << 18)
         receiver.finish(f"r{round_}/0")
     assert torch.equal(spec_rows, source) and not told
-    assert sender._choice.link.bytes >= codec_choice._ENOUGH_BYTES
     sender.close()
     receiver.close()
 
@@ -407,9 +406,24 @@ def test_streams_share_a_link(choice: CodecChoice) -> None:
     assert choice.link.speed == 16e6
 
 
+def test_pauses_tell_nothing_but_that_a_link_is_fast(choice: CodecChoice, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(codec_choice.time, "monotonic", lambda: now)
+    choice._looked = 0.0  # there was little to send in all the time since
+    assert not look(choice, 1e6) and not choice.link.bytes
+    now += 100.0
+    assert look(choice, 1e6)
+    now += 1e6
+    assert look(choice, 1e5) and choice.link.speed == 1e6
+    now += 1e6
+    assert not look(choice, 1e9)
+
+
 def test_a_link_that_carries_all_at_once_is_fast(choice: CodecChoice) -> None:
-    assert not look(choice, math.inf)
-    assert "plain" in str(choice)
+    assert look(choice, 5e6)
+    for _ in range(5):
+        look(choice, math.inf)
+    assert not choice.in_use and "plain" in str(choice)
 
 
 def test_what_does_not_get_smaller_goes_plain() -> None:
