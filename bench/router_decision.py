@@ -54,6 +54,8 @@ def make_placer(workers: int, policy: str) -> Placer:
             ready=True,
             prefills=prefills,
             decodes=not prefills,
+            fetches=True,
+            sends=True,
             layout=placer.fleet.layout(_LAYOUT),
             block_size=BLOCK_SIZE,
             prefill_rate=10_000.0,

@@ -16,9 +16,10 @@ def source_for(computing: int, ask: Ask, snapshot: Snapshot, *, fetch_tokens: in
     fetch is tried, as it can only be measured then. 0 `fetch_tokens`: never.
     """
     table, own = snapshot.table, snapshot.table[computing]
-    if not fetch_tokens or ask.local_prefill_only or own["fetch_rate"] == 0:
+    if not fetch_tokens or ask.local_prefill_only or not own["fetches"]:
         return None
-    able = table["ready"] & (table["layout"] == own["layout"])
+    able = table["ready"] & table["sends"] & (table["layout"] == own["layout"])
+    able[computing] = True  # what it has itself is the least that another must have
     blocks = np.where(able, snapshot.cached_blocks, -1)
     most = np.flatnonzero(blocks == blocks.max())
     best = int(most[table["prefill_tokens"][most].argmin()])

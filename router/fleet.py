@@ -17,6 +17,8 @@ WORKER = np.dtype(
         ("prefills", "?"),  # is a prefill worker
         ("decodes", "?"),  # is a decode or aggregated worker
         ("aggregated", "?"),
+        ("fetches", "?"),  # can take what others have cached
+        ("sends", "?"),  # others can take what it has cached
         ("layout", "i4"),  # a number for each layout of blocks
         ("block_size", "i4"),  # tokens
         ("requests", "i4"),  # booked
@@ -24,7 +26,7 @@ WORKER = np.dtype(
         ("decode_tokens", "f8"),  # booked: whose KV is kept
         ("waiting_for_blocks", "i4"),  # requests that cannot start there for want of KV blocks
         ("prefill_rate", "f8"),  # tokens per second that it computes of prompts; NaN: not measured
-        ("fetch_rate", "f8"),  # that it fetches from others; 0: it cannot, NaN: not measured
+        ("fetch_rate", "f8"),  # that it fetches from others; 0: none came in time, NaN: not measured
     ],
     align=True,
 )

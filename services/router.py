@@ -186,6 +186,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             prefills=member.role == "prefill",
             decodes=member.role != "prefill",
             aggregated=member.role == "aggregated",
+            fetches=member.fetches,
+            sends=member.sends,
             layout=fleet.layout(member.model.layout),
             block_size=member.model.block_size,
             waiting_for_blocks=load.waiting_for_blocks,

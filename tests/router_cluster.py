@@ -42,6 +42,8 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             incarnation=incarnation,
             grpc_address=self.server.address,
             events_address=self.events.address,
+            fetches=True,
+            sends=True,
             model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE, layout="l"),
         )
 

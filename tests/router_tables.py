@@ -25,6 +25,7 @@ def worker(
     row["worker"], row["ready"], row["block_size"] = name.encode(), True, size
     row["prefills"], row["decodes"], row["aggregated"] = role == "prefill", role != "prefill", role == "aggregated"
     row["prefill_tokens"], row["decode_tokens"], row["requests"] = prefill, decode, requests
+    row["fetches"] = row["sends"] = True
     row["prefill_rate"] = row["fetch_rate"] = np.nan
     for column, value in columns.items():
         row[column] = value

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservices/rpc/cluster.proto\x12\ttandem.v1\"\x80\x02\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\x16\n\x0etokens_address\x18\x05 \x01(\t\x12\x16\n\x0e\x65vents_address\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0c\n\x04host\x18\x08 \x01(\t\x12#\n\x05model\x18\t \x01(\x0b\x32\x14.tandem.v1.ModelCard\x12\x1d\n\x04load\x18\n \x01(\x0b\x32\x0f.tandem.v1.Load\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x0c \x01(\x08\"\x92\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bhash_vector\x18\x07 \x01(\x0c\"\xf0\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x1a\n\x12waiting_for_blocks\x18\x05 \x01(\r\x12&\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12$\n\x17\x66\x65tch_tokens_per_second\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x1c\n\x1a_prefill_tokens_per_secondB\x1a\n\x18_fetch_tokens_per_second\"\x10\n\x0eMetricsRequest\"\x1c\n\x0cMetricsReply\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x32\x45\n\x04Node\x12=\n\x07Metrics\x12\x19.tandem.v1.MetricsRequest\x1a\x17.tandem.v1.MetricsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservices/rpc/cluster.proto\x12\ttandem.v1\"\xa0\x02\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\x16\n\x0etokens_address\x18\x05 \x01(\t\x12\x16\n\x0e\x65vents_address\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0c\n\x04host\x18\x08 \x01(\t\x12#\n\x05model\x18\t \x01(\x0b\x32\x14.tandem.v1.ModelCard\x12\x1d\n\x04load\x18\n \x01(\x0b\x32\x0f.tandem.v1.Load\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x0c \x01(\x08\x12\x0f\n\x07\x66\x65tches\x18\r \x01(\x08\x12\r\n\x05sends\x18\x0e \x01(\x08\"\x92\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bhash_vector\x18\x07 \x01(\x0c\"\xf0\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x1a\n\x12waiting_for_blocks\x18\x05 \x01(\r\x12&\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12$\n\x17\x66\x65tch_tokens_per_second\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\x1c\n\x1a_prefill_tokens_per_secondB\x1a\n\x18_fetch_tokens_per_second\"\x10\n\x0eMetricsRequest\"\x1c\n\x0cMetricsReply\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x32\x45\n\x04Node\x12=\n\x07Metrics\x12\x19.tandem.v1.MetricsRequest\x1a\x17.tandem.v1.MetricsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.cluster_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBER']._serialized_start=42
-  _globals['_MEMBER']._serialized_end=298
-  _globals['_MODELCARD']._serialized_start=301
-  _globals['_MODELCARD']._serialized_end=447
-  _globals['_LOAD']._serialized_start=450
-  _globals['_LOAD']._serialized_end=690
-  _globals['_METRICSREQUEST']._serialized_start=692
-  _globals['_METRICSREQUEST']._serialized_end=708
-  _globals['_METRICSREPLY']._serialized_start=710
-  _globals['_METRICSREPLY']._serialized_end=738
-  _globals['_NODE']._serialized_start=740
-  _globals['_NODE']._serialized_end=809
+  _globals['_MEMBER']._serialized_end=330
+  _globals['_MODELCARD']._serialized_start=333
+  _globals['_MODELCARD']._serialized_end=479
+  _globals['_LOAD']._serialized_start=482
+  _globals['_LOAD']._serialized_end=722
+  _globals['_METRICSREQUEST']._serialized_start=724
+  _globals['_METRICSREQUEST']._serialized_end=740
+  _globals['_METRICSREPLY']._serialized_start=742
+  _globals['_METRICSREPLY']._serialized_end=770
+  _globals['_NODE']._serialized_start=772
+  _globals['_NODE']._serialized_end=841
 # @@protoc_insertion_point(module_scope)

@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining", "asleep")
+    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining", "asleep", "fetches", "sends")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,8 @@ class Member(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    SENDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
@@ -31,7 +33,9 @@ class Member(_message.Message):
     load: Load
     draining: bool
     asleep: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., asleep: _Optional[bool] = ...) -> None: ...
+    fetches: bool
+    sends: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., asleep: _Optional[bool] = ..., fetches: _Optional[bool] = ..., sends: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
     __slots__ = ("name", "fingerprint", "layout", "block_size", "max_model_len", "num_blocks", "hash_vector")

@@ -9,6 +9,7 @@ from engine.engine import StepOutput
 _KEPT = 0.9  # weight of what was measured before, at each measurement
 _LEAST_TOKENS = 32  # of a step that says something about prompts
 _ASSUMED = 1000.0  # tokens per second computed, until something is measured
+_LEAST_SECONDS = 0.05  # that a late fetch was waited for: less says nothing of how fast KV comes
 _RETRY_SECONDS = 30.0  # a peer that was slow, or the way to it, may have got better
 
 
@@ -38,6 +39,7 @@ class PrefixCosts:
     def __init__(self) -> None:
         self._computed = Rate()
         self._fetched = Rate()
+        self._was_late = False  # the last fetch that counts
 
     @property
     def prefill_rate(self) -> float | None:
@@ -46,7 +48,7 @@ class PrefixCosts:
 
     @property
     def fetch_rate(self) -> float | None:
-        """Tokens per second that come from peers, from the order to the comparison; None: not measured lately."""
+        """Tokens per second that come from peers, from the order until all were sent; None: not measured lately."""
         is_old = time.monotonic() - self._fetched.measured_at > _RETRY_SECONDS
         return None if is_old else self._fetched.per_second
 
@@ -61,5 +63,14 @@ class PrefixCosts:
             self._computed.add(prompt_tokens, output.seconds)
 
     def fetched(self, tokens: int, seconds: float) -> None:
-        """A fetch has brought so many tokens in time; 0: it was given up."""
+        """A fetch has brought so many tokens in time."""
+        self._was_late = False
         self._fetched.add(tokens, seconds)
+
+    def late(self, seconds: float) -> None:
+        """A fetch was given up after so long. The first in a row may be its source's fault, and others are quicker."""
+        if seconds < _LEAST_SECONDS:
+            return
+        if self._was_late:
+            self._fetched.add(0, seconds)
+        self._was_late = True

@@ -425,7 +425,7 @@ class KvReceiver:
             return
         self._count(receiving, _FETCH_OUTCOMES.get(reason, otherwise))
         if reason == rx.TOO_LATE:
-            self._costs.fetched(0, time.monotonic() - receiving.started)
+            self._costs.late(time.monotonic() - receiving.started)
 
     def _count(self, receiving: Receiving, outcome: str) -> None:
         (self._metrics.fetches if receiving.fetches else self._metrics.transfers).labels(outcome).inc()

@@ -248,6 +248,8 @@ class Worker:
             events_address=self._events.address,
             pid=os.getpid(),
             host=socket.gethostname(),
+            fetches=self._receiver.can_fetch,
+            sends=can_move_kv(config),
             model=cluster_pb2.ModelCard(
                 name=config.model_name or Path(config.model).name,
                 fingerprint=engine.fingerprint,
@@ -330,7 +332,7 @@ class Worker:
         if (rate := self._costs.prefill_rate) is not None:
             self._member.load.prefill_tokens_per_second = rate
         self._member.load.ClearField("fetch_tokens_per_second")
-        if (rate := self._costs.fetch_rate if self._receiver.can_fetch else 0.0) is not None:
+        if (rate := self._costs.fetch_rate) is not None:
             self._member.load.fetch_tokens_per_second = rate
         self.metrics.set_load(stats, orphaned)
 

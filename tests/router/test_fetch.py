@@ -42,7 +42,10 @@ def test_never_where_it_is_switched_off_or_of_no_use() -> None:
     assert source(worker("a"), have, ask=replace(ASK, local_prefill_only=True)) is None  # scores of all tokens
     assert source(worker("a"), worker("b", 60, layout=1)) is None
     assert source(worker("a"), worker("b", 60, ready=False)) is None
-    assert source(worker("a", fetch_rate=0.0), have) is None
+    assert source(worker("a", fetches=False), have) is None
+    assert source(worker("a"), worker("b", 60, sends=False)) is None
+    assert source(worker("a"), worker("b", 60, sends=False), worker("c", 50)) == "c"
+    assert source(worker("a", sends=False), worker("b", 60, sends=False)) is None
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,8 @@ def test_never_where_it_is_switched_off_or_of_no_use() -> None:
         (1000.0, 1001.0, True),
         (1000.0, 1000.0, False),
         (1000.0, 10.0, False),
+        (1000.0, 0.0, False),
+        (np.nan, 0.0, True),
     ],
 )
 def test_what_was_measured_decides(prefill_rate: float, fetch_rate: float, fetches: bool) -> None:

@@ -370,7 +370,7 @@ def test_torch_is_never_loaded() -> None:
 
 async def test_a_placement_names_who_has_the_prefix_as_long_as_fetching_pays() -> None:
     async with cluster(fetch_tokens=64, local_prefill_tokens=0) as made:
-        await made.join("d", held=chain("x"))
+        decode = await made.join("d", held=chain("x"))
         prefill = await made.join("p", "prefill")
 
         async def known() -> bool:
@@ -393,3 +393,9 @@ async def test_a_placement_names_who_has_the_prefix_as_long_as_fetching_pays() -
                 load.fetch_tokens_per_second = fetch_rate
             made.service.on_change("updated", prefill.member)
             assert (await made.place(chain("x", 20), prompt_tokens=320)).HasField("source") == fetches
+        load.Clear()
+        for able, unable in ((prefill.member, "fetches"), (decode.member, "sends")):
+            for is_able in (False, True):
+                setattr(able, unable, is_able)
+                made.service.on_change("updated", able)
+                assert (await made.place(chain("x", 20), prompt_tokens=320)).HasField("source") == is_able
