@@ -9,11 +9,13 @@ from router.expected import ExpectedBlocks
 from router.fetch import source_for
 from router.fleet import Fleet
 from router.index import BlockIndex
-from router.policies import Draw
+from router.policies import Draw, Overlap
 from router.policy import Decision, place
 from router.reservations import Reservation, Reservations
 from router.snapshot import Ask, Snapshot
 
+_HISTORY = 120.0  # seconds for which the policy `history` remembers what it gave to whom, at least
+_HISTORY_BLOCKS = 1 << 20
 _MOST_OUTPUT = 1 << 16  # tokens that are booked of a request that names no end
 
 
@@ -29,14 +31,24 @@ class Placed:
 class Placer:
     """Everything is known by rows of `fleet`. Not thread-safe."""
 
-    def __init__(self, *, policy: str, local_prefill_tokens: int, fetch_tokens: int, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        policy: str,
+        local_prefill_tokens: int,
+        fetch_tokens: int,
+        overlap_weight: float = 1.0,
+        overlap_temperature: float = 0.0,
+        seed: int | None = None,
+    ) -> None:
         self.fleet = Fleet()
         self.index = BlockIndex()
         self.reservations = Reservations(self.fleet)
-        self._expected = ExpectedBlocks()
+        self._expected = ExpectedBlocks(_HISTORY, _HISTORY_BLOCKS) if policy == "history" else ExpectedBlocks()
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._fetch_tokens = fetch_tokens
+        self._overlap = Overlap(overlap_weight, overlap_temperature)
         self._rng = np.random.default_rng(seed)
         self._turn = 0
 
@@ -66,7 +78,7 @@ class Placer:
         """
         numbered = [(self.fleet.layout(layout), hashes) for layout, hashes in chains]
         snapshot = self._snapshot(numbered, excluded)
-        draw = Draw(self._turn, self._rng)
+        draw = Draw(self._turn, self._rng, self._overlap)
         self._turn += 1
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
         source = source_for(decision.computing, ask, snapshot, fetch_tokens=self._fetch_tokens)
@@ -88,11 +100,11 @@ class Placer:
         if rows := [row for row in map(self.fleet.row, excluded) if row is not None]:
             table = table.copy()
             table["ready"][rows] = False
-        cached = soon = np.zeros(len(table), np.int32)
+        cached = recalled = np.zeros(len(table), np.int32)
         for _, hashes in chains:
             cached = np.maximum(cached, self.index.depths(hashes, len(table)))
-            soon = np.maximum(soon, self._expected.depths(hashes, len(table)))
-        return Snapshot(table, cached, np.maximum(cached, soon))
+            recalled = np.maximum(recalled, self._expected.depths(hashes, len(table)))
+        return Snapshot(table, cached, recalled)
 
     def _book(
         self,

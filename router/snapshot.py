@@ -14,6 +14,7 @@ class Ask:
     prompt_tokens: int
     max_tokens: int
     local_prefill_only: bool = False
+    session: int = 0  # 64 bits that stand for what should stay together
 
     def uncached(self, cached_tokens: NDArray[Any]) -> NDArray[np.int64]:
         """Prompt tokens left to compute where that many leading ones are cached; the last one always."""
@@ -27,12 +28,12 @@ class Snapshot:
 
     table: NDArray[np.void]  # of router.fleet.WORKER
     cached_blocks: NDArray[np.int32]  # leading blocks of the prompt that a worker holds
-    expected_blocks: NDArray[np.int32]  # that it holds or will hold soon, by the requests under way there
+    recalled_blocks: NDArray[np.int32]  # that it was given lately, told or not
 
     def take(self, rows: NDArray[np.intp]) -> "Snapshot":
         """These workers alone, in this order."""
         # `take` copies whole rows, 20 times as fast as an index does.
-        return Snapshot(self.table.take(rows), self.cached_blocks[rows], self.expected_blocks[rows])
+        return Snapshot(self.table.take(rows), self.cached_blocks[rows], self.recalled_blocks[rows])
 
     @property
     def cached_tokens(self) -> NDArray[np.int32]:
@@ -43,5 +44,5 @@ class Snapshot:
     @property
     def expected_tokens(self) -> NDArray[np.int32]:
         """Leading tokens of the prompt that each holds or will hold soon."""
-        tokens: NDArray[np.int32] = self.expected_blocks * self.table["block_size"]
+        tokens: NDArray[np.int32] = np.maximum(self.cached_blocks, self.recalled_blocks) * self.table["block_size"]
         return tokens

@@ -95,7 +95,13 @@ def up(
     connector: Annotated[
         str | None, typer.Option(help="auto, shared_memory, tcp, zmq, gloo or nixl; on cuda: cuda_ipc, nccl or nixl.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="prefix, least_outstanding, round_robin or random.")] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="prefix, overlap, history, session, two_choices, least_outstanding, round_robin or random: where "
+            "requests go.  [default: prefix]"
+        ),
+    ] = None,
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Shorter uncached prompts are prefilled where they decode.")
     ] = None,

@@ -45,7 +45,11 @@ class GatewayConfig(ClusterConfig, kw_only=True):
 class RouterConfig(ClusterConfig, kw_only=True):
     """The placement service."""
 
-    policy: Literal["prefix", "least_outstanding", "round_robin", "random"] = "prefix"
+    policy: Literal[
+        "prefix", "overlap", "history", "session", "two_choices", "least_outstanding", "round_robin", "random"
+    ] = "prefix"
+    overlap_weight: float = 1.0  # of the policy overlap: what a block to prefill costs, in blocks kept
+    overlap_temperature: float = 0.0  # of the policy overlap: 0 takes the best, more draws among the better ones
     local_prefill_tokens: int = 32  # shorter uncached prompts are prefilled on the decode worker
     fetch_tokens: int = 256  # a prefix of so many tokens more is fetched from the worker that has it; 0: never
 
@@ -107,6 +111,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "worker_wait": (0, 86400),
     "local_prefill_tokens": (0, _NO_LIMIT),
     "fetch_tokens": (0, _NO_LIMIT),
+    "overlap_weight": (0, 1000),
+    "overlap_temperature": (0, 1000),
     "port": (0, 65535),
     "worker_port": (0, 65535),
 }

@@ -21,6 +21,7 @@ from engine.request import KvEventBatch
 from router.feed import Feed, Verdict
 from router.index import BlockIndex
 from router.placer import Placed, Placer
+from router.policies import session_key
 from router.policy import NoWorker, Way
 from router.snapshot import Ask
 from services.cluster_state import ClusterState
@@ -35,6 +36,7 @@ log = structlog.get_logger()
 
 _decoder = msgspec.msgpack.Decoder(KvEventBatch)
 _WORKER_ROLES = ("prefill", "decode", "aggregated")
+_SESSION_BLOCKS = 4  # which keep prompts together that name no session
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _RETRY_SECONDS = 0.5  # between two snapshots that a worker does not give
@@ -141,7 +143,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self.metrics = RouterMetrics()
         self._key = key
         self._placer = Placer(
-            policy=config.policy, local_prefill_tokens=config.local_prefill_tokens, fetch_tokens=config.fetch_tokens
+            policy=config.policy,
+            local_prefill_tokens=config.local_prefill_tokens,
+            fetch_tokens=config.fetch_tokens,
+            overlap_weight=config.overlap_weight,
+            overlap_temperature=config.overlap_temperature,
         )
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
         self._watchers: dict[int, CacheWatcher] = {}
@@ -200,11 +206,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.Placement:
         """Chooses workers and books their load."""
         started = time.perf_counter()
+        chains = [(chain.layout, list(chain.block_hashes)) for chain in request.chains]
+        beginning = b"".join(chains[0][1][:_SESSION_BLOCKS]) if chains else b""
+        session = session_key(f"{request.tenant}:{request.session}".encode() if request.session else beginning)
         try:
             placed = self._placer.place(
                 (request.request_id, request.attempt),
-                Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only),
-                [(chain.layout, list(chain.block_hashes)) for chain in request.chains],
+                Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session),
+                chains,
                 request.exclude_incarnations,
                 now=time.monotonic(),
                 lease=min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,

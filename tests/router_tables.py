@@ -29,7 +29,7 @@ def worker(
     row["prefill_rate"] = row["fetch_rate"] = np.nan
     for column, value in columns.items():
         row[column] = value
-    return row[()], cached, max(cached, soon)
+    return row[()], cached, soon
 
 
 def snapshot(*workers: tuple[np.void, int, int]) -> Snapshot:
@@ -37,5 +37,5 @@ def snapshot(*workers: tuple[np.void, int, int]) -> Snapshot:
     table = np.zeros(len(workers), WORKER)
     for number, (row, _, _) in enumerate(workers):
         table[number] = row
-    cached, expected = ([each[column] for each in workers] for column in (1, 2))
-    return Snapshot(table, np.array(cached, np.int32), np.array(expected, np.int32))
+    cached, recalled = ([each[column] for each in workers] for column in (1, 2))
+    return Snapshot(table, np.array(cached, np.int32), np.array(recalled, np.int32))

@@ -9,11 +9,19 @@ from numpy.typing import NDArray
 from router.snapshot import Ask, Snapshot
 
 
+class Overlap(NamedTuple):
+    """Settings of the policy of this name."""
+
+    weight: float = 1.0
+    temperature: float = 0.0
+
+
 class Draw(NamedTuple):
-    """What else may decide: how many decisions were made before, and chance."""
+    """What else may decide: how many decisions were made before, chance, and settings."""
 
     turn: int
     rng: np.random.Generator
+    overlap: Overlap = Overlap()
 
 
 # Cost `[n]` of giving the request to each of the workers; the least wins, and of equals any.

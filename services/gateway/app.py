@@ -29,6 +29,7 @@ from services.gateway.openai_types import (
 from services.gateway.placement import Placements
 from services.gateway.response import GenerationResponse
 
+_SESSION = "x-session-id"  # header: what the policy `session` keeps on one worker
 _DOCUMENTED = (CompletionRequest, ChatRequest, Completion, ChatCompletion, ModelList, ErrorBody)
 _DESCRIPTION = """The OpenAI API of a Tandem cluster.
 
@@ -61,14 +62,14 @@ def build_app(config: GatewayConfig, intake: Intake, state: ClusterState, placem
     async def completions(request: Request) -> Response:
         """Completes prompts: a text, token ids, or a list of either."""
         body = await _read(request, config.max_body_bytes)
-        generation, release = await intake.completion(body, request.scope[TENANT])
+        generation, release = await intake.completion(body, request.scope[TENANT], request.headers.get(_SESSION, ""))
         return GenerationResponse(generation, request.scope[RECORD], release)
 
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest), responses=_answers(ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation."""
         body = await _read(request, config.max_body_bytes)
-        generation, release = await intake.chat(body, request.scope[TENANT])
+        generation, release = await intake.chat(body, request.scope[TENANT], request.headers.get(_SESSION, ""))
         return GenerationResponse(generation, request.scope[RECORD], release)
 
     @app.get("/v1/models", responses=_answers(ModelList))

@@ -30,6 +30,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     card: cluster_pb2.ModelCard
     room: int  # tokens that prompt and output may have together
     tenant: str
+    session: str
     cache_salt: str
     deadline: float  # time.monotonic()
 
@@ -141,6 +142,7 @@ class Generation:
             fingerprint=plan.card.fingerprint,
             cache_salt=plan.cache_salt,
             tenant=plan.tenant,
+            session=plan.session,
             priority=options.priority,
             deadline=plan.deadline,
             reply_to=self._running.tokens.address,

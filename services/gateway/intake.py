@@ -56,7 +56,7 @@ class Intake:
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatRequest)
 
-    async def completion(self, body: bytes, tenant: str) -> tuple[Generation, Callable[[], None]]:
+    async def completion(self, body: bytes, tenant: str, session: str = "") -> tuple[Generation, Callable[[], None]]:
         """A generation for a body of /v1/completions, and what to call when it has ended. Raises ApiError."""
         request = validation.decode(body, self._completion)
         card, room = self._card(request.model)
@@ -67,13 +67,13 @@ class Intake:
             ids = [prompt if isinstance(prompt, list) else await self._encode(prompt) for prompt in prompts]
             plan = self._plan(
                 "cmpl-", "prompt", ids, options, CompletionFormat(self._text.tokenizer, options), card, tenant,
-                ignore_eos=bool(request.ignore_eos),
+                session, ignore_eos=bool(request.ignore_eos),
             )  # fmt: skip
             return Generation(plan, self._running, self._text.tokenizer)
 
         return await self._admitted(len(prompts) * options.n, tokenise)
 
-    async def chat(self, body: bytes, tenant: str) -> tuple[Generation, Callable[[], None]]:
+    async def chat(self, body: bytes, tenant: str, session: str = "") -> tuple[Generation, Callable[[], None]]:
         """A generation for a body of /v1/chat/completions, and what to call when it has ended. Raises ApiError."""
         request = validation.decode(body, self._chat)
         card, room = self._card(request.model)
@@ -91,7 +91,7 @@ class Intake:
                 raise invalid(f"The chat template refuses the messages: {error}", "messages", "chat_template") from None
             plan = self._plan(
                 "chatcmpl-", "messages", [ids], options, ChatFormat(self._text.tokenizer, options), card, tenant,
-                ignore_eos=bool(request.ignore_eos),
+                session, ignore_eos=bool(request.ignore_eos),
             )  # fmt: skip
             return Generation(plan, self._running, self._text.tokenizer)
 
@@ -136,6 +136,7 @@ class Intake:
         form: Format,
         card: cluster_pb2.ModelCard,
         tenant: str,
+        session: str,
         *,
         ignore_eos: bool,
     ) -> Plan:
@@ -154,6 +155,7 @@ class Intake:
             card=card,
             room=room,
             tenant=tenant,
+            session=session,
             cache_salt=_cache_salt(tenant, options.cache_salt),
             deadline=time.monotonic() + self._config.request_timeout,
         )

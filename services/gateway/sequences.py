@@ -38,6 +38,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of the model
     cache_salt: str
     tenant: str
+    session: str
     priority: int
     deadline: float  # time.monotonic()
     reply_to: str  # our token socket
@@ -196,6 +197,7 @@ class Sequence:
             prompt_tokens=len(ids),
             max_tokens=spec.sampling.max_tokens - len(self.output_token_ids),
             tenant=spec.tenant,
+            session=spec.session,
             priority=spec.priority,
             local_prefill_only=local,
             exclude_incarnations=self._excluded,

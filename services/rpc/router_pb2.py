@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/router.proto\x12\ttandem.v1\"\x8f\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1a\n\x12local_prefill_only\x18\t \x01(\x08\x12\x1c\n\x14\x65xclude_incarnations\x18\n \x03(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12$\n\x06\x63hains\x18\x0c \x03(\x0b\x32\x14.tandem.v1.HashChainJ\x04\x08\x03\x10\x04\"1\n\tHashChain\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\">\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xed\x01\n\tPlacement\x12#\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12)\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x03 \x01(\r\x12\x1d\n\x15prefill_cached_blocks\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"C\n\x0cPrefixSource\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"L\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x0e\n\x0cReleaseReply2\x7f\n\x06Router\x12\x36\n\x05Place\x12\x17.tandem.v1.PlaceRequest\x1a\x14.tandem.v1.Placement\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/router.proto\x12\ttandem.v1\"\xa0\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1a\n\x12local_prefill_only\x18\t \x01(\x08\x12\x1c\n\x14\x65xclude_incarnations\x18\n \x03(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12$\n\x06\x63hains\x18\x0c \x03(\x0b\x32\x14.tandem.v1.HashChain\x12\x0f\n\x07session\x18\r \x01(\tJ\x04\x08\x03\x10\x04\"1\n\tHashChain\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\">\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xed\x01\n\tPlacement\x12#\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12)\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x03 \x01(\r\x12\x1d\n\x15prefill_cached_blocks\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"C\n\x0cPrefixSource\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"L\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x0e\n\x0cReleaseReply2\x7f\n\x06Router\x12\x36\n\x05Place\x12\x17.tandem.v1.PlaceRequest\x1a\x14.tandem.v1.Placement\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,19 +32,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.router_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PLACEREQUEST']._serialized_start=41
-  _globals['_PLACEREQUEST']._serialized_end=312
-  _globals['_HASHCHAIN']._serialized_start=314
-  _globals['_HASHCHAIN']._serialized_end=363
-  _globals['_ENDPOINT']._serialized_start=365
-  _globals['_ENDPOINT']._serialized_end=427
-  _globals['_PLACEMENT']._serialized_start=430
-  _globals['_PLACEMENT']._serialized_end=667
-  _globals['_PREFIXSOURCE']._serialized_start=669
-  _globals['_PREFIXSOURCE']._serialized_end=736
-  _globals['_RELEASEREQUEST']._serialized_start=738
-  _globals['_RELEASEREQUEST']._serialized_end=814
-  _globals['_RELEASEREPLY']._serialized_start=816
-  _globals['_RELEASEREPLY']._serialized_end=830
-  _globals['_ROUTER']._serialized_start=832
-  _globals['_ROUTER']._serialized_end=959
+  _globals['_PLACEREQUEST']._serialized_end=329
+  _globals['_HASHCHAIN']._serialized_start=331
+  _globals['_HASHCHAIN']._serialized_end=380
+  _globals['_ENDPOINT']._serialized_start=382
+  _globals['_ENDPOINT']._serialized_end=444
+  _globals['_PLACEMENT']._serialized_start=447
+  _globals['_PLACEMENT']._serialized_end=684
+  _globals['_PREFIXSOURCE']._serialized_start=686
+  _globals['_PREFIXSOURCE']._serialized_end=753
+  _globals['_RELEASEREQUEST']._serialized_start=755
+  _globals['_RELEASEREQUEST']._serialized_end=831
+  _globals['_RELEASEREPLY']._serialized_start=833
+  _globals['_RELEASEREPLY']._serialized_end=847
+  _globals['_ROUTER']._serialized_start=849
+  _globals['_ROUTER']._serialized_end=976
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model", "chains")
+    __slots__ = ("request_id", "attempt", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model", "chains", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -19,6 +19,7 @@ class PlaceRequest(_message.Message):
     EXCLUDE_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHAINS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_tokens: int
@@ -30,7 +31,8 @@ class PlaceRequest(_message.Message):
     exclude_incarnations: _containers.RepeatedScalarFieldContainer[str]
     model: str
     chains: _containers.RepeatedCompositeFieldContainer[HashChain]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., chains: _Optional[_Iterable[_Union[HashChain, _Mapping]]] = ...) -> None: ...
+    session: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., chains: _Optional[_Iterable[_Union[HashChain, _Mapping]]] = ..., session: _Optional[str] = ...) -> None: ...
 
 class HashChain(_message.Message):
     __slots__ = ("layout", "block_hashes")

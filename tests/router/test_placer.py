@@ -42,7 +42,7 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_one_before() -> None:
     assert join(placer, "c") == row
     placed = place(placer, "y", "b")
     assert placed.decision.decode == row
-    assert placed.snapshot.cached_blocks[row] == placed.snapshot.expected_blocks[row] == 0
+    assert placed.snapshot.cached_blocks[row] == placed.snapshot.recalled_blocks[row] == 0
     assert placer.fleet.table["requests"][row] == 1
     placer.reservations.release("x", 0)  # late; of the worker that is gone
     assert placer.fleet.table["requests"][row] == 1
@@ -72,7 +72,7 @@ def test_what_is_expected_stays_expected_for_its_time() -> None:
     first = place(placer, "x").decision.decode
     assert place(placer, "y", now=1.0).decision.decode == first
     placer.tick(100.0)
-    assert place(placer, "z", now=100.0).snapshot.expected_blocks.tolist() == [0] * len(placer.fleet.table)
+    assert place(placer, "z", now=100.0).snapshot.recalled_blocks.tolist() == [0] * len(placer.fleet.table)
 
 
 def test_a_worker_of_another_layout_has_nothing_of_the_chain() -> None:
@@ -80,6 +80,16 @@ def test_a_worker_of_another_layout_has_nothing_of_the_chain() -> None:
     other = join(placer, "b", "l2")
     placed = place(placer, "x", "a", layout="l")
     assert placed.decision.decode == other
-    assert np.flatnonzero(place(placer, "y", "a", layout="l").snapshot.expected_blocks).tolist() == []
+    assert np.flatnonzero(place(placer, "y", "a", layout="l").snapshot.recalled_blocks).tolist() == []
     assert place(placer, "z", "a", layout="l2").decision.decode == other
-    assert place(placer, "w", "a", layout="l2").snapshot.expected_blocks[other] == len(CHAIN)
+    assert place(placer, "w", "a", layout="l2").snapshot.recalled_blocks[other] == len(CHAIN)
+
+
+def test_history_remembers_without_events_and_longer() -> None:
+    placer = made("a", "b", "c", "d", policy="history")
+    first = place(placer, "x").decision.decode
+    for number in range(12):  # what was told plays no part
+        placer.index.apply((first + 1) % 4, [BlockStored(CHAIN)])
+        assert place(placer, f"y{number}", now=10.0 * number).decision.decode == first
+    placer.tick(1000.0)
+    assert place(placer, "z", now=1000.0).decision.decode != first  # forgotten: the others have less to do

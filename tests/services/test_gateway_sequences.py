@@ -122,6 +122,7 @@ class Setting:
             fingerprint="f",
             cache_salt="",
             tenant="",
+            session="",
             priority=0,
             deadline=asyncio.get_running_loop().time() + 30,
             reply_to=self.tokens.address,

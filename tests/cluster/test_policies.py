@@ -1,0 +1,73 @@
+"""Every policy in a real cluster: requests over HTTP succeed, and go where the policy says."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+POLICIES = (
+    "prefix",
+    "overlap",
+    "history",
+    "session",
+    "two_choices",
+    "least_outstanding",
+    "round_robin",
+    "random",
+)
+WORKERS = ("aggregated-0", "aggregated-1")
+TOKENS = 2  # of each answer
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Cluster]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    cluster = start_cluster(
+        folder,
+        *("--policy", request.param, "--aggregated", "2", "--threads", "1", "--dummy-seed", "1"),
+        *("--kv-memory", "64MiB", "--fetch-tokens", "0"),
+        model=str(tiny_model(folder / "tiny")),
+    )
+    yield request.param, cluster
+    stop_cluster(cluster)
+
+
+def ask(cluster: Cluster, first: int, session: str = "") -> int:
+    """Asks a prompt of 8 blocks that begins with token `first`; cached tokens."""
+    body: dict[str, Any] = {"model": cluster.model, "prompt": [first, *range(500, 630)], "max_tokens": TOKENS}
+    body["ignore_eos"] = True
+    headers = {"X-Session-ID": session} if session else {}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def spread(cluster: Cluster) -> list[float]:
+    """Requests that each worker has answered."""
+    return [cluster.metric("tandem_generated_tokens_total", worker=worker) / TOKENS for worker in WORKERS]
+
+
+def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None:
+    policy, cluster = running
+    same = [ask(cluster, 100) for _ in range(8)]
+    alone = spread(cluster)
+    if policy in ("prefix", "history", "session"):  # one worker has the prompt, or is where it goes
+        assert sorted(alone) == [0, 8]
+        assert same == [0] + [128] * 7
+    if policy == "round_robin":
+        assert alone == [4, 4]
+        assert same == [0, 0] + [128] * 6
+    for number in range(16):
+        ask(cluster, 200 + number, f"user {number}")
+    both = [after - before for after, before in zip(spread(cluster), alone, strict=True)]
+    assert sum(both) == 16 and min(both) > 0  # with different prompts, or sessions, both work
+    if policy == "round_robin":
+        assert both == [8, 8]
+    if policy == "session":  # other prompts of a session follow it
+        before = spread(cluster)
+        for number in range(4):
+            ask(cluster, 300 + number, "user 3")
+        assert sorted(after - was for after, was in zip(spread(cluster), before, strict=True)) == [0, 4]
