@@ -170,9 +170,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 continue
             sending.computed_at = computed
             if sending.used is not None:
-                # A prefix hit was computed before: it goes out with the first chunk. What was preempted goes out again.
+                if sending.block_ids is not entry.blocks:  # the first, or those after a preemption: all goes out
+                    sending.block_ids, sending.pushed_tokens = entry.blocks, self._nothing_pushed()
+                # A prefix hit was computed before: it goes out with the first chunk.
                 start = min(entry.start, *sending.pushed_tokens[layers.start : layers.stop])
-                self._push(sending, entry.sequence.block_ids, layers, start, entry.end, computed)
+                self._push(sending, entry.blocks, layers, start, entry.end, computed)
                 if last:
                     self._loop.call_soon_threadsafe(self._progressed, sending)
 
@@ -325,7 +327,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     def _use(self, sending: Sending) -> None:
         """Engine thread: from now on pushes go over the chosen connector, from the first token on."""
         sending.used = sending.chosen
-        sending.pushed_tokens, sending.num_bytes = [0] * self._engine.engine.kv_cache.spec.num_layers, 0
+        sending.pushed_tokens, sending.num_bytes = self._nothing_pushed(), 0
+
+    def _nothing_pushed(self) -> list[int]:
+        return [0] * self._engine.engine.kv_cache.spec.num_layers
 
     async def _read(self, peer: Peer, frames: AsyncIterator[transfer_pb2.ReceiverFrame]) -> None:
         try:
