@@ -140,9 +140,12 @@ class PairGroup(ABC):
         """Leaves the group. Never raises, never waits for the other side."""
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a tensor to send or receive: the same for each."""
+        """Memory for a tensor to send or receive: the same for each. Raises StreamLost if there is too little."""
         if len(self._buffer) < num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            try:
+                self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            except RuntimeError as error:
+                raise StreamLost(f"{self.kind}: {first_line(error)}") from error
         return self._buffer[:num_bytes]
 
     def work(self, after: torch.cuda.Event | None = None) -> AbstractContextManager[object]:

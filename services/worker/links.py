@@ -69,8 +69,7 @@ class Links:
     async def to(self, peer: router_pb2.Endpoint) -> Link:
         """The stream to a peer; opened once per incarnation, also if nobody waits for it any more. Raises LinkLost."""
         task = self._links.get(peer.incarnation)
-        failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
-        if task is None or (failed and time.monotonic() >= self._try_again_at.get(peer.incarnation, 0.0)):
+        if task is None or (_has_failed(task) and time.monotonic() >= self._try_again_at.get(peer.incarnation, 0.0)):
             task = asyncio.get_running_loop().create_task(self._open(peer))
             self._links[peer.incarnation] = task
         return await asyncio.shield(task)
@@ -80,7 +79,7 @@ class Links:
         for incarnation in [incarnation for incarnation, due in self._try_again_at.items() if due <= now]:
             del self._try_again_at[incarnation]
             task = self._links.get(incarnation)
-            if task is not None and task.done() and (task.cancelled() or task.exception() is not None):
+            if task is not None and _has_failed(task):
                 del self._links[incarnation]
 
     def end(self, link: Link, reason: str) -> None:
@@ -92,7 +91,7 @@ class Links:
     async def close(self) -> None:
         """Closes all links."""
         for link_task in self._links.values():
-            if link_task.done() and not link_task.cancelled() and link_task.exception() is None:
+            if link_task.done() and not _has_failed(link_task):
                 await link_task.result().channel.close()
             else:
                 link_task.cancel()
@@ -145,7 +144,7 @@ class Links:
 
     def _forget(self, link: Link) -> None:
         task = self._links.get(link.peer.incarnation)
-        if task is not None and task.done() and task.result() is link:
+        if task is not None and task.done() and not _has_failed(task) and task.result() is link:
             del self._links[link.peer.incarnation]
 
     async def _read(self, link: Link) -> None:
@@ -169,6 +168,11 @@ class Links:
         link.outbox.put_nowait(None)
         self._on_lost(link)
         await link.channel.close()
+
+
+def _has_failed(task: asyncio.Task[Link]) -> bool:
+    """Whether a stream was tried and could not be opened."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 async def _frames(

@@ -292,6 +292,24 @@ async def test_a_link_that_breaks_while_its_request_waits_for_room_is_opened_aga
         assert pair.decode.metrics.transfers.labels("committed")._value.get() == 1
 
 
+async def test_the_end_of_a_stream_is_told_although_the_next_could_not_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked("shared_memory", Faults(dice(12), {})) as pair:
+        known = pair.decode.receiver._links
+        lost: list[links.Link] = []
+        monkeypatch.setattr(known, "_on_lost", lost.append)
+        link = await known.to(pair.endpoint)
+        known._forget(link)
+        monkeypatch.setattr(links, "_CONNECT_SECONDS", 0.0)
+        with pytest.raises(links.LinkLost):
+            await known.to(pair.endpoint)
+        link.call.cancel()
+        assert link.reader is not None
+        await link.reader
+        assert lost == [link] and link.outbox.get_nowait() is None
+
+
 async def test_a_stream_that_ends_in_the_handshake_leaves_no_connector_open(monkeypatch: pytest.MonkeyPatch) -> None:
     async with linked("tcp", Faults(dice(12), {})) as pair:
         opened: list[FaultySender] = []

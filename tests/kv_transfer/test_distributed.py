@@ -1,5 +1,6 @@
 """Pairs, over gloo and NIXL: peers that hang, die or are strangers, and pairs that are made anew."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -193,6 +194,30 @@ def test_a_transfer_shut_out_while_its_payload_comes_is_not_written(
     assert not pool.cache.tensor.any()
     monkeypatch.setattr(ReceivingPair, "_receive", take)
     transfer(pool, sender, "s/0", source)
+    sender.close()
+
+
+def test_a_receiver_without_memory_for_a_payload_fails_the_transfer_at_once(
+    pool: Pool, source: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, empty = pool.sender(), torch.empty
+    refs = pool.expect("r/0", 0, 1, 2, 3)
+    sender.push("r/0", 0, source, [0], refs[:1])
+    wait_until(lambda: pool.receiver.bytes_landed("r/0") == SPEC.layer_bytes)
+
+    def none_left(*args: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread().name == "kv-tcp-stream":
+            raise torch.OutOfMemoryError("out of memory")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", none_left)
+    sender.push("r/0", 0, source, [1, 2, 3], refs[1:])
+    wait_until(lambda: pool.receiver.failure("r/0"), 5)
+    assert "out of memory" in (pool.receiver.failure("r/0") or "")
+    monkeypatch.undo()
+    with contextlib.suppress(ConnectorError):  # if it was under way still
+        sender.flush("r/0")
+    transfer(pool, sender, "s/0", source)  # over another pair
     sender.close()
 
 
