@@ -39,6 +39,7 @@ log = structlog.get_logger()
 _LEASE_SECONDS = 5.0
 _LATE_BYTES_SECONDS = 5.0  # without another byte after the word that all were sent: the rest will not come
 _POLL_SECONDS = 0.001
+_TIMER_SECONDS = 0.001  # a timer may go off so much before its time
 _FETCH_OUTCOMES = {rx.TOO_LATE: "late", rx.DAMAGED: "damaged"}  # of failures, by reason
 
 
@@ -296,7 +297,7 @@ class KvReceiver:
             cached_only=True,
         )
         receiving = self._order(key, order, link, timeline, deadline, prefix)
-        asyncio.get_running_loop().call_at(deadline, self._tick, receiving)
+        asyncio.get_running_loop().call_at(deadline + _TIMER_SECONDS, self._tick, receiving)
         return None
 
     def _references(self, reservation: Reservation) -> list[BlockRef]:

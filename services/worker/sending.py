@@ -38,6 +38,8 @@ from services.worker.transfer_wire import DamagedFrame, from_receiver_frame, ope
 
 log = structlog.get_logger()
 
+_BYTES_AT_ONCE = 64 << 20  # that the engine waits for when complete KV is pushed: some 20 ms over shared memory
+
 
 @dataclass(slots=True)
 class Sending:
@@ -215,14 +217,18 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         sending.computed = True
         self._start(sending, self._see_out(sending))
 
-    def _push_rest(self, sending: Sending) -> list[int]:
-        """Engine thread: pushes what is complete and not pushed yet; returns the blocks."""
-        blocks = self._engine.engine.held_blocks(sending.machine.transfer_id)
-        total = sending.order.num_tokens
-        for pushed, group in groupby(range(len(sending.pushed_tokens)), sending.pushed_tokens.__getitem__):
-            layers = list(group)
+    def _push_missing(self, sending: Sending) -> list[int]:
+        """Engine thread: pushes a part of what is complete and not pushed yet; returns the blocks of all."""
+        engine, total = self._engine.engine, sending.order.num_tokens
+        blocks = engine.held_blocks(sending.machine.transfer_id)
+        spec = engine.kv_cache.spec
+        at_once = max(1, _BYTES_AT_ONCE // (spec.ranks * spec.block_bytes)) * spec.block_size
+        for pushed, group in groupby(range(spec.num_layers), sending.pushed_tokens.__getitem__):
+            run = list(group)
             if blocks and pushed < total:  # there are none any more if the request was aborted meanwhile
-                self._push(sending, blocks, range(layers[0], layers[-1] + 1), pushed, total, time.monotonic())
+                layers, end = range(run[0], run[-1] + 1), min(total, pushed + at_once)
+                self._push(sending, blocks, layers, pushed, end, time.monotonic())
+                break
         return blocks
 
     async def _see_out(self, sending: Sending) -> None:
@@ -242,10 +248,12 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             return
         sending.seen_out = chosen
         blocks = list(sending.block_ids)
-        if min(sending.pushed_tokens, default=0) < sending.order.num_tokens:
-            blocks = await self._engine.call(partial(self._push_rest, sending))  # between two steps, which take long
+        while min(sending.pushed_tokens, default=0) < sending.order.num_tokens:
+            blocks = await self._engine.call(partial(self._push_missing, sending))  # between two steps
             if is_over():
                 return
+            if not blocks:
+                break
         try:
             checksums = await asyncio.to_thread(flush_and_sum, blocks)
         except ConnectorError as error:
@@ -425,7 +433,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             self._use(sending)
         try:
             if order.cached_only:
-                self._push_cached(sending)
+                self._hold_cached(sending)
                 return
             if order.source is None:  # else the fetch adds it, behind what it brings
                 self._engine.engine.add(order.request, hold=True)
@@ -434,7 +442,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             failed = partial(sending.machine.failed, str(error))
             self._loop.call_soon_threadsafe(lambda: self._carry_out(sending, failed()))
 
-    def _push_cached(self, sending: Sending) -> None:
+    def _hold_cached(self, sending: Sending) -> None:
         """Engine thread. Raises ValueError if nothing is cached that the receiver could use."""
         sending.computed_at = time.monotonic()
         num_tokens = self._engine.engine.hold_cached(sending.order.request)
@@ -443,7 +451,6 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         if cut is None:
             raise ValueError("no more of it is cached than the receiver has")
         sending.order = cut
-        self._push_rest(sending)
         self._loop.call_soon_threadsafe(self._complete, sending)
 
     async def _stop(self, sending: Sending) -> None:

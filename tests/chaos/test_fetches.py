@@ -11,9 +11,10 @@ from chaos.load import Load
 from chaos.mock_engine import BLOCK
 from chaos.pair import CONNECTORS, Pair, linked
 
+from engine.engine import StepOutput
 from engine.request import Request, SamplingParams
 from services.rpc import router_pb2, trace_pb2, worker_pb2
-from services.worker import links, receiving
+from services.worker import links, receiving, sending
 
 
 def fetches(pair: Pair, outcome: str) -> int:
@@ -138,6 +139,34 @@ async def test_a_link_that_breaks_while_the_engine_is_busy_is_not_waited_for(
         await submit(pair, "q0", prompt)
         assert counted(pair) == {"committed" if comes_back else "unreachable": 1}
         assert time.monotonic() - asked < pair.decode.costs.computing_seconds(len(prompt) - BLOCK)
+        assert not any((await Load(pair).settled()).values())
+
+
+async def test_steps_go_on_between_the_parts_of_a_long_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with linked("tcp", Faults(dice(11), {})) as pair:
+        prompt, engine, sender = [41 * number for number in range(80 * BLOCK)], pair.prefill.engine, pair.prefill.sender
+        await pair.prefill.cache(prompt)
+        monkeypatch.setattr(sending, "_BYTES_AT_ONCE", 10 * engine.kv_cache.spec.block_bytes)
+        happened: list[str] = []
+        step, push = engine.step, sender._push
+
+        def counted_step() -> StepOutput:
+            happened.append("step")
+            return step()
+
+        def counted_push(*args: Any) -> None:
+            happened.append("push")
+            push(*args)
+
+        monkeypatch.setattr(engine, "step", counted_step)
+        monkeypatch.setattr(sender, "_push", counted_push)
+        busy = Request(request_id="busy", prompt_token_ids=[1, 2], sampling=SamplingParams(max_tokens=500))
+        await pair.prefill.thread.call(lambda: engine.add(busy))
+        await submit(pair, "q0", prompt)
+        assert counted(pair) == {"committed": 1} and happened.count("push") == 8
+        last = len(happened) - happened[::-1].index("push")
+        assert "step" in happened[happened.index("push") : last]
+        await pair.prefill.thread.call(lambda: engine.abort("busy"))
         assert not any((await Load(pair).settled()).values())
 
 
