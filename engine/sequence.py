@@ -13,7 +13,7 @@ class State(Enum):
     WAITING = "waiting"  # holds nothing
     RESERVED = "reserved"  # holds blocks into which a peer writes the KV of the prompt
     RUNNING = "running"
-    HELD = "held"  # prompt computed and first token sampled; blocks are pinned until a peer has them
+    HELD = "held"  # blocks are pinned until a peer has them: of a computed prompt with its first token, or cached ones
     FINISHED = "finished"
 
 

@@ -36,7 +36,7 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class StartPrefill:
+class Begin:
     """Compute the prompt, pushing each layer; of a fetch push what is cached."""
 
 
@@ -62,7 +62,7 @@ class PushAgain:
     """Push everything over the connector of the last `switch`."""
 
 
-SenderAction = Reply | StartPrefill | StopPushing | Release | GiveUpConnector | PushAgain
+SenderAction = Reply | Begin | StopPushing | Release | GiveUpConnector | PushAgain
 
 
 MAX_LEASE_SECONDS = 60.0  # longer ones are not granted
@@ -95,7 +95,7 @@ class SenderTransfer:
 
     def start(self, now: float) -> list[SenderAction]:
         """Accepts the order."""
-        return [Reply(Accepted(self.transfer_id, self.order.lease_seconds)), StartPrefill()]
+        return [Reply(Accepted(self.transfer_id, self.order.lease_seconds)), Begin()]
 
     def on_message(self, message: ToSender, now: float) -> list[SenderAction]:
         """Handles a message of the receiver."""

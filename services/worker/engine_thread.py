@@ -1,7 +1,7 @@
 """The engine's own thread: it alone touches the engine; everybody else posts calls to it.
 
 The loop is: run posted calls, compute one step, hand the step's results to the event loop in one go. On a device calls
-run inside steps as well, where the engine listens before it plans ahead.
+run inside steps as well, all the while the engine waits for the device before it plans ahead.
 """
 
 import asyncio

@@ -46,7 +46,7 @@ class Sending:
     """One transfer under way. The fields below the line belong to the engine thread."""
 
     machine: tx.SenderTransfer
-    order: Order  # what the receiver asked for; of a fetch as much as is cached here
+    to_send: Order  # what was ordered; of a fetch as much as is cached here
     peer: Peer
     tried: set[str]  # kinds of connectors that the receiver has taken bytes from, or was asked to
     chosen: Chosen
@@ -144,7 +144,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if not self._engine.engine.pages.tensor.is_cpu:
                 sending.computed_at = time.monotonic()  # what is pushed is only begun there
             logprob = output.logprobs[0] if output.logprobs else None
-            order = sending.order
+            order = sending.to_send
             first = TokenOutput(
                 request_id=order.transfer_id.rpartition("/")[0],
                 attempt=order.request.attempt,
@@ -184,7 +184,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self, sending: Sending, block_ids: list[int], layers: range, start: int, end: int, computed: float
     ) -> None:
         """Engine thread: pushes the blocks of these tokens, of those that the receiver wants."""
-        order, plan, used = sending.order, sending.peer.plan, sending.used
+        order, plan, used = sending.to_send, sending.peer.plan, sending.used
         if used is None:
             return
         pages = self._engine.engine.pages.tensor
@@ -219,7 +219,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def _push_missing(self, sending: Sending) -> list[int]:
         """Engine thread: pushes a part of what is complete and not pushed yet; returns the blocks of all."""
-        engine, total = self._engine.engine, sending.order.num_tokens
+        engine, total = self._engine.engine, sending.to_send.num_tokens
         blocks = engine.held_blocks(sending.machine.transfer_id)
         spec = engine.kv_cache.spec
         at_once = max(1, _BYTES_AT_ONCE // (spec.ranks * spec.block_bytes)) * spec.block_size
@@ -242,13 +242,13 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
         def flush_and_sum(blocks: list[int]) -> list[int]:
             chosen.connector.flush(key)
-            return sending.peer.plan.checksums(engine.pages.tensor, blocks, sending.order)
+            return sending.peer.plan.checksums(engine.pages.tensor, blocks, sending.to_send)
 
         if is_over() or sending.seen_out is chosen:
             return
         sending.seen_out = chosen
         blocks = list(sending.block_ids)
-        while min(sending.pushed_tokens, default=0) < sending.order.num_tokens:
+        while min(sending.pushed_tokens, default=0) < sending.to_send.num_tokens:
             blocks = await self._engine.call(partial(self._push_missing, sending))  # between two steps
             if is_over():
                 return
@@ -406,10 +406,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             match action:
                 case tx.Reply(message):
                     sending.peer.outbox.put_nowait(to_sender_frame(message))
-                case tx.StartPrefill():
+                case tx.Begin():
                     self._engine.post(lambda: self._begin(key, sending))
-                    if (source := sending.order.source) is not None:
-                        self._start(sending, self._receiver.fetch(sending.order.request, source, hold=True))
+                    if (source := sending.to_send.source) is not None:
+                        self._start(sending, self._receiver.fetch(sending.to_send.request, source, hold=True))
                 case tx.StopPushing():
                     sending.timeline.mark("stopping")
                     self._loop.create_task(self._stop(sending))
@@ -427,7 +427,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     def _begin(self, key: str, sending: Sending) -> None:
         """Engine thread."""
-        order = sending.order
+        order = sending.to_send
         self._exports[key] = sending
         if not sending.switching:
             self._use(sending)
@@ -445,12 +445,12 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     def _hold_cached(self, sending: Sending) -> None:
         """Engine thread. Raises ValueError if nothing is cached that the receiver could use."""
         sending.computed_at = time.monotonic()
-        num_tokens = self._engine.engine.hold_cached(sending.order.request)
+        num_tokens = self._engine.engine.hold_cached(sending.to_send.request)
         sending.entered = num_tokens > 0
-        cut = sending.peer.plan.leading(sending.order, num_tokens)
+        cut = sending.peer.plan.leading(sending.to_send, num_tokens)
         if cut is None:
             raise ValueError("no more of it is cached than the receiver has")
-        sending.order = cut
+        sending.to_send = cut
         self._loop.call_soon_threadsafe(self._complete, sending)
 
     async def _stop(self, sending: Sending) -> None:
@@ -465,7 +465,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 engine.abort(key)
             return used or sending.chosen
 
-        if sending.order.source is not None:
+        if sending.to_send.source is not None:
             self._receiver.abort(key, "the prompt is not wanted any more")
         used = await self._engine.call(stop)
         await asyncio.to_thread(used.connector.stop, key)

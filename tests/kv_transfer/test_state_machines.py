@@ -164,7 +164,7 @@ class World(RuleBasedStateMachine):
                 case tx.Reply(message):
                     if self.connected:
                         self.to_receiver.append((self.now, message))
-                case tx.StartPrefill():
+                case tx.Begin():
                     assert sending is not None
                     sending.source_held = True
                 case tx.StopPushing():

@@ -33,7 +33,7 @@ def test_good_transfer_joins_once_and_frees_the_source() -> None:
     receiver = rx.ReceiverTransfer(ORDER, deadline=100)
     assert receiver.start(0) == [rx.Send(ORDER)]
     sender = tx.SenderTransfer(ORDER, 0)
-    assert sender.start(0) == [tx.Reply(Accepted("r/0", LEASE)), tx.StartPrefill()]
+    assert sender.start(0) == [tx.Reply(Accepted("r/0", LEASE)), tx.Begin()]
     (first,) = sender.first_token(5, None, 16)
     (done,) = sender.pushed([9], 1, 1)
     assert isinstance(first, tx.Reply) and isinstance(done, tx.Reply)
