@@ -24,6 +24,8 @@ WORKER = np.dtype(
         ("requests", "i4"),  # booked
         ("prefill_tokens", "f8"),  # booked: to be computed of prompts
         ("decode_tokens", "f8"),  # booked: whose KV is kept
+        ("queue", "f8"),  # of prefill_tokens, as predicted at `queue_at`
+        ("queue_at", "f8"),  # monotonic seconds
         ("waiting_for_blocks", "i4"),  # requests that cannot start there for want of KV blocks
         ("prefill_rate", "f8"),  # tokens per second that it computes of prompts; NaN: not measured
         ("fetch_rate", "f8"),  # that it fetches from others; 0: none came in time, NaN: not measured

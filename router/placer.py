@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from router.expected import ExpectedBlocks
-from router.fetch import source_for
+from router.fetch import fetchable_tokens, source_for
 from router.fleet import Fleet
 from router.index import BlockIndex
 from router.policies import Draw, Overlap
@@ -77,12 +77,12 @@ class Placer:
         Raises router.policy.NoWorker.
         """
         numbered = [(self.fleet.layout(layout), hashes) for layout, hashes in chains]
-        snapshot = self._snapshot(numbered, excluded)
+        snapshot = self._snapshot(ask, numbered, excluded, now)
         draw = Draw(self._turn, self._rng, self._overlap)
         self._turn += 1
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
-        source = source_for(decision.computing, ask, snapshot, fetch_tokens=self._fetch_tokens)
-        self._book(key, ask, snapshot, decision, source, expires=now + lease)
+        source = source_for(decision.computing, snapshot)
+        self._book(key, ask, snapshot, decision, source, now=now, lease=lease)
         for row in {decision.decode, decision.computing}:
             for layout, hashes in numbered:
                 if layout == self.fleet.table["layout"][row]:
@@ -94,7 +94,9 @@ class Placer:
         self.reservations.expire(now)
         self._expected.expire(now)
 
-    def _snapshot(self, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str]) -> Snapshot:
+    def _snapshot(
+        self, ask: Ask, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str], now: float
+    ) -> Snapshot:
         """A chain's hashes depend on its layout, so that only workers of this layout hold any of them."""
         table = self.fleet.table
         if rows := [row for row in map(self.fleet.row, excluded) if row is not None]:
@@ -104,7 +106,8 @@ class Placer:
         for _, hashes in chains:
             cached = np.maximum(cached, self.index.depths(hashes, len(table)))
             recalled = np.maximum(recalled, self._expected.depths(hashes, len(table)))
-        return Snapshot(table, cached, recalled)
+        fetchable = fetchable_tokens(ask, table, cached, fetch_tokens=self._fetch_tokens)
+        return Snapshot(table, cached, recalled, self.reservations.queued(now), fetchable)
 
     def _book(
         self,
@@ -113,7 +116,9 @@ class Placer:
         snapshot: Snapshot,
         decision: Decision,
         source: int | None,
-        expires: float,
+        *,
+        now: float,
+        lease: float,
     ) -> None:
         reused = int(snapshot.expected_tokens[decision.computing])
         if source is not None:
@@ -126,7 +131,8 @@ class Placer:
                 prefill=decision.prefill,
                 prefill_tokens=uncached,
                 decode_tokens=ask.prompt_tokens + min(ask.max_tokens, _MOST_OUTPUT),
-                expires=expires,
+                booked=now,
+                expires=now + lease,
                 predicted_tokens=max(0, ask.prompt_tokens - uncached),
             ),
         )

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router.policies import POLICIES, Draw
 from router.snapshot import Ask, Snapshot
@@ -42,16 +41,12 @@ class NoWorker(Exception):
 def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: int, draw: Draw) -> Decision:
     """The decode worker, and the prefill worker unless the decode worker does it itself. Raises NoWorker.
 
-    Nothing goes where requests wait for KV blocks while there are others. The decode worker computes the prompt itself
-    when it is an aggregated worker, when there is no prefill worker, when that was asked for, or when no more than
-    `local_prefill_tokens` are missing there.
+    The decode worker computes the prompt itself when it is an aggregated worker, when there is no prefill worker, when
+    that was asked for, or when no more than `local_prefill_tokens` are missing there.
     """
 
     def best(role: str) -> int | None:
-        able: NDArray[np.bool_] = snapshot.table["ready"] & snapshot.table[role]
-        rows = np.flatnonzero(able & (snapshot.table["waiting_for_blocks"] == 0))
-        if not len(rows):
-            rows = np.flatnonzero(able)
+        rows = np.flatnonzero(snapshot.table["ready"] & snapshot.table[role])
         if not len(rows):
             return None
         costs = POLICIES[policy](ask, snapshot.take(rows), draw)

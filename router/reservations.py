@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from router.fleet import Fleet
 
 
@@ -13,7 +16,8 @@ class Reservation:
     prefill: int | None
     prefill_tokens: int  # uncached prompt tokens, computed by `prefill` or else by `decode`
     decode_tokens: int  # prompt and output tokens whose KV the decode worker keeps
-    expires: float  # monotonic seconds
+    booked: float  # monotonic seconds
+    expires: float
     predicted_tokens: int  # cached prompt tokens expected
 
 
@@ -52,11 +56,22 @@ class Reservations:
             elif reservation.prefill == row:
                 self.reserve(*key, replace(reservation, prefill=None))
 
+    def queued(self, now: float) -> NDArray[np.float64]:
+        """Prompt tokens that each worker has yet to compute, as predicted: it has worked at its rate since it was told.
+
+        Nobody tells when a prompt is computed. Where the rate is not measured, all that is booked counts.
+        """
+        table = self._fleet.table
+        worked = np.nan_to_num(table["prefill_rate"]) * np.maximum(0.0, now - table["queue_at"])
+        queued: NDArray[np.float64] = np.clip(table["queue"] - worked, 0.0, table["prefill_tokens"])
+        return queued
+
     def __len__(self) -> int:
         """Attempts under way."""
         return len(self._by_attempt)
 
     def _book(self, reservation: Reservation, sign: int) -> None:
+        queued = self.queued(reservation.booked) if sign > 0 else None
         table, decode, computing = self._fleet.table, reservation.decode, reservation.decode
         table["requests"][decode] += sign
         table["decode_tokens"][decode] += sign * reservation.decode_tokens
@@ -64,3 +79,6 @@ class Reservations:
             computing = reservation.prefill
             table["requests"][computing] += sign
         table["prefill_tokens"][computing] += sign * reservation.prefill_tokens
+        if queued is not None:
+            table["queue"][computing] = queued[computing] + reservation.prefill_tokens
+            table["queue_at"][computing] = reservation.booked

@@ -29,11 +29,19 @@ class Snapshot:
     table: NDArray[np.void]  # of router.fleet.WORKER
     cached_blocks: NDArray[np.int32]  # leading blocks of the prompt that a worker holds
     recalled_blocks: NDArray[np.int32]  # that it was given lately, told or not
+    queued_tokens: NDArray[np.float64]  # of other prompts, that it has yet to compute
+    fetchable_tokens: NDArray[np.int64]  # of the prompt, that it would better fetch from another than compute
 
     def take(self, rows: NDArray[np.intp]) -> "Snapshot":
         """These workers alone, in this order."""
         # `take` copies whole rows, 20 times as fast as an index does.
-        return Snapshot(self.table.take(rows), self.cached_blocks[rows], self.recalled_blocks[rows])
+        return Snapshot(
+            self.table.take(rows),
+            self.cached_blocks[rows],
+            self.recalled_blocks[rows],
+            self.queued_tokens[rows],
+            self.fetchable_tokens[rows],
+        )
 
     @property
     def cached_tokens(self) -> NDArray[np.int32]:

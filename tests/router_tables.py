@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from router.fetch import fetchable_tokens
 from router.fleet import WORKER
-from router.snapshot import Snapshot
+from router.snapshot import Ask, Snapshot
 
+ASK = Ask(prompt_tokens=1000, max_tokens=100)
 BLOCK = 16  # tokens
 
 
@@ -32,10 +34,12 @@ def worker(
     return row[()], cached, soon
 
 
-def snapshot(*workers: tuple[np.void, int, int]) -> Snapshot:
-    """What a decision looks at."""
+def snapshot(*workers: tuple[np.void, int, int], ask: Ask = ASK, fetch_tokens: int = 0) -> Snapshot:
+    """What a decision looks at; all that is booked is queued."""
     table = np.zeros(len(workers), WORKER)
     for number, (row, _, _) in enumerate(workers):
         table[number] = row
     cached, recalled = ([each[column] for each in workers] for column in (1, 2))
-    return Snapshot(table, np.array(cached, np.int32), np.array(recalled, np.int32))
+    blocks = np.array(cached, np.int32)
+    fetchable = fetchable_tokens(ask, table, blocks, fetch_tokens=fetch_tokens)
+    return Snapshot(table, blocks, np.array(recalled, np.int32), table["prefill_tokens"].copy(), fetchable)

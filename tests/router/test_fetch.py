@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from router_tables import snapshot
+from router_tables import ASK, snapshot
 from router_tables import worker as row_of
 
 from router.fetch import source_for
 from router.snapshot import Ask
-
-ASK = Ask(prompt_tokens=1000, max_tokens=100)
 
 
 def worker(name: str, cached: int = 0, **columns: Any) -> Any:
@@ -19,7 +17,7 @@ def worker(name: str, cached: int = 0, **columns: Any) -> Any:
 
 
 def source(computing: Any, *others: Any, ask: Ask = ASK, least: int = 256) -> str | None:
-    found = source_for(0, ask, snapshot(computing, *others), fetch_tokens=least)
+    found = source_for(0, snapshot(computing, *others, ask=ask, fetch_tokens=least))
     return None if found is None else (computing, *others)[found][0]["worker"].decode()
 
 

@@ -93,3 +93,21 @@ def test_history_remembers_without_events_and_longer() -> None:
         assert place(placer, f"y{number}", now=10.0 * number).decision.decode == first
     placer.tick(1000.0)
     assert place(placer, "z", now=1000.0).decision.decode != first  # forgotten: the others have less to do
+
+
+def test_a_hot_prefix_spreads_and_whoever_is_next_fetches_it() -> None:
+    """100 at once of one long prompt, of which one worker has all: each gets its share, without computing it again."""
+    chain = block_hashes(range(8000), 16, b"hot")
+    placer = made("a", "b", "c", "d", fetch_tokens=256)
+    rows = {name: placer.fleet.row(name) for name in "abcd"}
+    for row in rows.values():
+        placer.fleet.set(row, fetches=True, sends=True, prefill_rate=np.nan, fetch_rate=np.nan)
+    placer.index.apply(rows["a"], [BlockStored(chain)])
+    ask = Ask(prompt_tokens=8001, max_tokens=100)
+    placed = [placer.place((f"{n}", 0), ask, [("l", chain)], (), now=0.0, lease=10.0) for n in range(100)]
+    first = [each.decision.decode for each in placed[:3]]
+    assert first == [rows["a"]] * 3  # it stays as long as that costs nothing
+    assert all((each.source is None) == (each.decision.decode == rows["a"]) for each in placed)
+    assert {each.source for each in placed} == {None, rows["a"]}
+    assert max(placer.fleet.table["requests"]) <= 1.25 * 25 + 8 and min(placer.fleet.table["requests"][:4]) >= 15
+    assert placer.fleet.table["prefill_tokens"].sum() == 100  # the last token of each, nothing else is computed

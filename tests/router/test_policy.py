@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_tables import snapshot, worker
+from router_tables import ASK, snapshot, worker
 
 from router.policies import POLICIES, Draw
 from router.policy import Decision, NoWorker, Way, place
 from router.snapshot import Ask
 
-ASK = Ask(prompt_tokens=1000, max_tokens=100)
 
-
-def decide(*workers: Any, ask: Ask = ASK, policy: str = "prefix", local: int = 32, turn: int = 0) -> Decision:
+def decide(
+    *workers: Any, ask: Ask = ASK, policy: str = "prefix", local: int = 32, turn: int = 0, fetch: int = 0
+) -> Decision:
     draw = Draw(turn, np.random.default_rng(1))
-    return place(ask, snapshot(*workers), policy=policy, local_prefill_tokens=local, draw=draw)
+    workers_now = snapshot(*workers, ask=ask, fetch_tokens=fetch)
+    return place(ask, workers_now, policy=policy, local_prefill_tokens=local, draw=draw)
 
 
 def names(decision: Decision, *workers: Any) -> tuple[str, str | None]:
@@ -62,12 +63,40 @@ def test_ways(policy: str) -> None:
         assert decision.reason.startswith(policy)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_full_workers_get_nothing_while_there_are_others(policy: str) -> None:
-    full = [worker(name, cached=62, waiting_for_blocks=1) for name in "ab"]
-    for turn in range(8):
-        assert decided(*full, worker("c", decode=10_000), policy=policy, turn=turn) == ("c", None)
-        assert decided(*full, policy=policy, turn=turn)[0] in "ab"
+def test_requests_that_wait_for_blocks_cost_but_do_not_decide_alone() -> None:
+    """One waiting request must not divert all traffic from a worker together with its cache."""
+    cached = worker("a", cached=62, waiting_for_blocks=1)
+    assert decided(cached, worker("b"))[0] == "a"  # 992 tokens spared x 1.25, against 512
+    assert decided(worker("a", cached=62, waiting_for_blocks=3), worker("b"))[0] == "b"
+    assert decided(worker("a", cached=8, waiting_for_blocks=1), worker("b"))[0] == "b"
+    assert decided(worker("a", waiting_for_blocks=1), worker("b", decode=4000))[0] == "b"
+    assert decided(worker("a", waiting_for_blocks=1), worker("b", decode=4200))[0] == "a"
+    assert decided(worker("a", waiting_for_blocks=1), worker("b", waiting_for_blocks=2))[0] == "a"
+
+
+def test_what_can_be_fetched_is_nearly_cached() -> None:
+    """A fetch of 800 tokens costs as much as computing 200 until it is measured, and then what was measured."""
+
+    def choose(queue: int, **columns: float) -> str:
+        return decided(worker("a", cached=50, prefill=queue), worker("b", **columns), fetch=256)[0]
+
+    assert choose(249) == "a"  # 1.25 x (1000 - 200) - 1.25 x (400 - 200): 250 more
+    assert choose(251) == "b"
+    measured = {"prefill_rate": 1000.0, "fetch_rate": 10_000.0}
+    assert choose(99, **measured) == "a" and choose(101, **measured) == "b"
+    unable = {"fetches": False}
+    assert choose(999, **unable) == "a" and choose(1001, **unable) == "b"
+
+
+def test_a_hot_prefix_spreads_before_its_worker_queues() -> None:
+    """8 requests and a quarter of a share more; then others compute or fetch it, too."""
+    others = [worker("b"), worker("c"), worker("d")]
+    assert decided(worker("a", cached=62, requests=11), *others)[0] == "a"
+    assert decided(worker("a", cached=62, requests=12), *others)[0] in "bcd"  # more than 1.25 x 3 + 8
+    busy = [worker(name, requests=20) for name in "bcd"]
+    assert decided(worker("a", cached=62, requests=33), *busy)[0] == "a"
+    assert decided(worker("a", cached=62, requests=60), *busy)[0] in "bcd"
+    assert decided(worker("a", cached=62, requests=1000))[0] == "a"  # it is alone
 
 
 def test_a_limit_of_zero_prefills_remotely_always() -> None:

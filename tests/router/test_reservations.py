@@ -1,5 +1,8 @@
 """Booked load, against a list of what is under way."""
 
+from dataclasses import replace
+
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -18,8 +21,9 @@ def reservation(
     prefill_tokens: int = 100,
     decode_tokens: int = 120,
     until: float = 10.0,
+    booked: float = 0.0,
 ) -> Reservation:
-    return Reservation(decode, prefill, prefill_tokens, decode_tokens, until, 0)
+    return Reservation(decode, prefill, prefill_tokens, decode_tokens, booked, until, 0)
 
 
 def made() -> tuple[Fleet, Reservations]:
@@ -63,7 +67,7 @@ class BookingsAreTheModel(RuleBasedStateMachine):
         lease=st.floats(0.1, 5.0),
     )
     def place(self, request: str, attempt: int, decode: int, prefill: int | None, tokens: int, lease: float) -> None:
-        booked = Reservation(decode, prefill, tokens, 2 * tokens, self.now + lease, 0)
+        booked = Reservation(decode, prefill, tokens, 2 * tokens, self.now, self.now + lease, 0)
         self.reservations.reserve(request, attempt, booked)
         self.model[request, attempt] = booked
 
@@ -83,12 +87,7 @@ class BookingsAreTheModel(RuleBasedStateMachine):
     def lost(self, worker: int) -> None:
         self.reservations.forget(worker)
         kept = {key: entry for key, entry in self.model.items() if entry.decode != worker}
-        self.model = {
-            key: Reservation(e.decode, None, e.prefill_tokens, e.decode_tokens, e.expires, 0)
-            if e.prefill == worker
-            else e
-            for key, e in kept.items()
-        }
+        self.model = {key: replace(e, prefill=None) if e.prefill == worker else e for key, e in kept.items()}
 
     @invariant()
     def same_as_the_model(self) -> None:
@@ -126,3 +125,23 @@ def test_a_lost_prefill_worker_leaves_the_work_to_the_decode_worker() -> None:
     reservations.reserve("y", 0, reservation())  # it is back
     reservations.release("x", 0)
     assert booked(fleet, P0) == (1, 100, 0)
+
+
+def test_a_queue_is_worked_off_at_the_rate_that_was_measured() -> None:
+    fleet, reservations = made()
+    fleet.set(P0, prefill_rate=100.0)
+    fleet.set(P1, prefill_rate=np.nan)
+    for prefill in (P0, P1):
+        reservations.reserve("x", prefill, reservation(prefill=prefill, prefill_tokens=200))
+    assert reservations.queued(0.0)[[P0, P1]].tolist() == [200, 200]
+    assert reservations.queued(1.5)[[P0, P1]].tolist() == [50, 200]
+    assert reservations.queued(9.0)[[P0, P1]].tolist() == [0, 200]
+    for prefill in (P0, P1):  # the one before is done by now, where that is known
+        reservations.reserve("y", prefill, reservation(prefill=prefill, prefill_tokens=300, booked=3.0))
+    assert reservations.queued(4.0)[[P0, P1]].tolist() == [200, 500]
+    for prefill in (P0, P1):
+        reservations.release("y", prefill)
+    assert reservations.queued(3.0)[[P0, P1]].tolist() == [200, 200]  # never more than is booked
+    for prefill in (P0, P1):
+        reservations.release("x", prefill)
+    assert reservations.queued(3.0).sum() == 0
