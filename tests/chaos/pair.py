@@ -139,6 +139,8 @@ class Prefill(Worker):
     ) -> None:
         super().__init__(MockEngine(256 * BLOCK // block_size, 0.002, block_size=block_size), on_crash)
         self._numbers = itertools.count()
+        self._connector = TcpReceiver(self.engine.kv_cache.tensor, self.pool, self.engine.generation, _HOST, b"")
+        self.receiver = self.receive_by([self._connector])
         self.sender = KvSender(
             self.incarnation,
             FINGERPRINT,
@@ -149,13 +151,19 @@ class Prefill(Worker):
             forced,
             self.metrics,
             self.timelines,
-            self.receive_by([]),
+            self.receiver,
         )
         self.engine.on_layers = self.sender.on_layers
         transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
 
     def on_step(self, output: StepOutput) -> None:
         self.sender.on_outputs(output.outputs)
+        self.receiver.blocks_freed()
+
+    async def stop(self) -> None:
+        await self.receiver.close()
+        await super().stop()
+        self._connector.close()
 
     async def cache(self, prompt: list[int]) -> None:
         """Computes a prompt for nobody."""
@@ -299,7 +307,7 @@ class Pair:
             "orphans": await decode.thread.call(lambda: decode.engine.orphaned_blocks(quarantined)),
             "quarantined": len(quarantined),
             "transfers of decode": len(decode.receiver._transfers),
-            "transfers of prefill": prefill.sender.num_transfers,
+            "transfers of prefill": prefill.sender.num_transfers + len(prefill.receiver._transfers),
             "exports": len(prefill.sender._exports),
             "requests": len(decode.service.admitted),
             "turns": len(decode.receiver._room._turns),
@@ -310,6 +318,7 @@ class Pair:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self.decode.receiver.tick(loop.time())
+            self.prefill.receiver.tick(loop.time())
             self.prefill.sender.tick(loop.time())
 
     async def _slowly(self, verify: Verify, receiving: Receiving, done: Done) -> None:
