@@ -242,8 +242,8 @@ class Engine:
     def reserve(self, request: Request, *, prefix_tokens: int | None = None, hold: bool = False) -> Reservation | None:
         """Blocks for the KV of the request's tokens, computed elsewhere. None: no room now.
 
-        `prefix_tokens`: only for so many leading ones, as far as they fill blocks that may be shared; None also if all
-        of these are cached here. `hold` as for `add`.
+        `prefix_tokens`: only for so many leading ones, as far as they fill blocks that may be shared; raises
+        NothingToFetch if all of these are cached here. `hold` as for `add`.
 
         Raises ValueError for a request that cannot ever run; given to `add` it ends with an output that says why.
         """

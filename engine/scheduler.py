@@ -60,6 +60,10 @@ class Step:
         return sum(entry.num_tokens for entry in self.entries)
 
 
+class NothingToFetch(ValueError):
+    """All that could be brought of a prefix is cached here."""
+
+
 class Scheduler:
     """Continuous batching over one block pool.
 
@@ -138,7 +142,7 @@ class Scheduler:
     def reserve(self, sequence: Sequence, prefix_tokens: int | None = None) -> bool:
         """Takes blocks for all tokens of a new sequence, shared ones for its cached prefix; a peer will fill the rest.
 
-        With `prefix_tokens` only those that so many leading tokens fill; False if all of these are cached here.
+        With `prefix_tokens` only those that so many leading tokens fill; raises NothingToFetch if all are cached here.
         False when there is no room now, in any case for all tokens. One block per running sequence stays free, so that
         they can go on, and so does what prompts with a better claim need: a stream of reservations starves nobody.
         """
@@ -151,7 +155,7 @@ class Scheduler:
         if prefix_tokens is not None:
             needed = min(prefix_tokens // self.block_size, sequence.num_cacheable_blocks) - cached
             if needed < 1:
-                return False
+                raise NothingToFetch(f"nothing is missing behind {cached * self.block_size} cached tokens")
         self._take(sequence, cached, needed)
         sequence.state = State.RESERVED
         self.sequences[sequence.request_id] = sequence

@@ -100,6 +100,7 @@ class WorkerMetrics:
             "damaged",
             "unreachable",
             "no room",
+            "cached",
             "aborted",
         ):
             self.fetches.labels(outcome)

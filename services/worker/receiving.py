@@ -18,6 +18,7 @@ import structlog
 
 from engine.engine import Reservation
 from engine.request import Request
+from engine.scheduler import NothingToFetch
 from kv_transfer import receiver as rx
 from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ReceiverConnector
@@ -263,7 +264,7 @@ class KvReceiver:
                 await self._links.to(peer)
             linking = time.monotonic() - arrived
             timeline.mark("linked", source.name)
-            outcome, reason = "no room", "no room for it, or nothing left to fetch"
+            outcome, reason = "no room", "no room for it"
             reserve = partial(engine.reserve, request, prefix_tokens=source.tokens, hold=hold)
             reservation = await self._engine.call(reserve)
             if reservation is not None:
@@ -278,6 +279,7 @@ class KvReceiver:
             timeline.mark("aborted")
             raise
         except Exception as error:  # whatever it is, the request can still be computed here
+            outcome = "cached" if isinstance(error, NothingToFetch) else outcome
             reason = str(error) or reason
         if reservation is None or link is None:
             log.info("a prefix is not fetched", request=key, reason=reason)

@@ -82,7 +82,7 @@ async def test_as_much_as_the_peer_has_and_the_rest_is_computed() -> None:
         assert metrics.fetched_blocks._value.get() == 6
         # It is a cached prefix like any other now.
         await submit(pair, "q1", prompt)
-        assert metrics.fetched_blocks._value.get() == 6 and counted(pair) == {"committed": 1, "no room": 1}
+        assert metrics.fetched_blocks._value.get() == 6 and counted(pair) == {"committed": 1, "cached": 1}
         assert not any((await pair.leftovers()).values())
 
 
@@ -94,7 +94,7 @@ async def test_nothing_to_be_had_is_refused_and_computed() -> None:
         await pair.prefill.thread.call(pair.prefill.engine.clear_cache)  # what a router knew of it is out of date
         await submit(pair, "forgotten", prompt)
         await submit(pair, "too little", prompt, source_tokens=BLOCK - 1)
-        assert counted(pair) == {"refused": 2, "no room": 1}
+        assert counted(pair) == {"refused": 2, "cached": 1}
         assert not any((await pair.leftovers()).values())
 
 

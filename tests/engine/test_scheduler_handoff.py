@@ -3,6 +3,7 @@
 import pytest
 from fake_engine import BLOCK, FakeEngine, ask
 
+from engine.scheduler import NothingToFetch
 from engine.sequence import State
 
 
@@ -245,9 +246,14 @@ def test_of_a_prefix_only_what_is_missing_and_may_be_shared_is_reserved() -> Non
     engine = FakeEngine()
     engine.add(ask("before", list(range(9)), max_tokens=1))
     engine.run()
-    assert not engine.scheduler.reserve(engine.sequence(ask("all here", list(range(9)))), 9)
-    assert not engine.scheduler.reserve(engine.sequence(ask("last", [*range(8), 50, 51, 52, 53])), 12)
-    assert not engine.scheduler.reserve(engine.sequence(ask("scored", list(range(60, 80)), prompt_logprobs=0)), 16)
+    for nothing_left, tokens in (
+        (ask("all here", list(range(9))), 9),
+        (ask("last", [*range(8), 50, 51, 52, 53]), 12),
+        (ask("scored", list(range(60, 80)), prompt_logprobs=0), 16),
+    ):
+        with pytest.raises(NothingToFetch):
+            engine.scheduler.reserve(engine.sequence(nothing_left), tokens)
+        assert nothing_left.request_id not in engine.scheduler.sequences
     sequence = engine.sequence(ask("r", [*range(8), *range(50, 59)]), hold=True)
     assert engine.scheduler.reserve(sequence, 14)
     assert len(sequence.block_ids) == 3 and sequence.num_published == 2

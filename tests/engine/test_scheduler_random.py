@@ -1,11 +1,14 @@
 """The scheduler under random requests, aborts and handoffs: tokens are exact and nothing leaks."""
 
+import contextlib
+
 from fake_engine import BLOCK, EOS, FakeEngine, ask, reference
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.request import Request
+from engine.scheduler import NothingToFetch
 from engine.sequence import State
 
 
@@ -65,7 +68,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         request = self.draw(prompt, max_tokens, priority, False, False)
         sequence = self.engine.sequence(request, hold=hold)
-        if self.engine.scheduler.reserve(sequence, tokens):
+        with contextlib.suppress(NothingToFetch):
+            if not self.engine.scheduler.reserve(sequence, tokens):
+                return
             self.requests[request.request_id] = request
             landing = min(sequence.num_published + held, len(sequence.block_ids))
             self.prefixes[request.request_id] = landing
