@@ -56,12 +56,12 @@ class Reservations:
             elif reservation.prefill == row:
                 self.reserve(*key, replace(reservation, prefill=None))
 
-    def queued(self, now: float) -> NDArray[np.float64]:
+    def queued(self, now: float, rows: slice = slice(None)) -> NDArray[np.float64]:
         """Prompt tokens that each worker has yet to compute, as predicted: it has worked at its rate since it was told.
 
         Nobody tells when a prompt is computed. Where the rate is not measured, all that is booked counts.
         """
-        table = self._fleet.table
+        table = self._fleet.table[rows]
         worked = np.nan_to_num(table["prefill_rate"]) * np.maximum(0.0, now - table["queue_at"])
         queued: NDArray[np.float64] = np.clip(table["queue"] - worked, 0.0, table["prefill_tokens"])
         return queued
@@ -71,14 +71,14 @@ class Reservations:
         return len(self._by_attempt)
 
     def _book(self, reservation: Reservation, sign: int) -> None:
-        queued = self.queued(reservation.booked) if sign > 0 else None
         table, decode, computing = self._fleet.table, reservation.decode, reservation.decode
         table["requests"][decode] += sign
         table["decode_tokens"][decode] += sign * reservation.decode_tokens
         if reservation.prefill is not None:
             computing = reservation.prefill
             table["requests"][computing] += sign
-        table["prefill_tokens"][computing] += sign * reservation.prefill_tokens
-        if queued is not None:
-            table["queue"][computing] = queued[computing] + reservation.prefill_tokens
+        if sign > 0:
+            queued = self.queued(reservation.booked, slice(computing, computing + 1))[0]
+            table["queue"][computing] = queued + reservation.prefill_tokens
             table["queue_at"][computing] = reservation.booked
+        table["prefill_tokens"][computing] += sign * reservation.prefill_tokens
