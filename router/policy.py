@@ -1,9 +1,10 @@
 """Where a request goes: a pure function of a snapshot of the cluster and the request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router.policies import POLICIES, Draw
 from router.snapshot import Ask, Snapshot
@@ -20,6 +21,22 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """How the worker for one role was chosen: the best candidates, first the one that won."""
+
+    role: str  # column of router.fleet.WORKER: decodes or prefills
+    candidates: int  # in all
+    rows: NDArray[np.intp]  # of the best, at most _TOLD, in the snapshot
+    costs: NDArray[np.float64]
+    workers: Snapshot  # these alone, as they were
+
+    @property
+    def winner(self) -> int:
+        """Its row."""
+        return int(self.rows[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Workers of a request, as rows of the snapshot, and why."""
 
@@ -27,11 +44,15 @@ class Decision:
     prefill: int | None
     way: Way
     reason: str  # in words
+    choices: tuple[Choice, ...] = field(default=(), compare=False)
 
     @property
     def computing(self) -> int:
         """Who computes the prompt."""
         return self.decode if self.prefill is None else self.prefill
+
+
+_TOLD = 8  # candidates that a decision remembers
 
 
 class NoWorker(Exception):
@@ -45,27 +66,38 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     that was asked for, or when no more than `local_prefill_tokens` are missing there.
     """
 
-    def best(role: str) -> int | None:
-        rows = np.flatnonzero(snapshot.table["ready"] & snapshot.table[role])
-        if not len(rows):
-            return None
-        costs = POLICIES[policy](ask, snapshot.take(rows), draw)
-        equals = np.flatnonzero(costs == costs.min())
-        return int(rows[equals[draw.rng.integers(len(equals))]])
-
-    decode = best("decodes")
-    if decode is None:
+    decoding = _choose("decodes", ask, snapshot, policy, draw)
+    if decoding is None:
         raise NoWorker("no decode or aggregated worker is ready")
+    decode = decoding.winner
     # What is still on its way there would be computed once more.
     uncached = ask.uncached(snapshot.cached_tokens[decode])
     chosen = f"{policy}: {snapshot.cached_blocks[decode]} blocks cached on the decode worker"
     if ask.local_prefill_only:
-        return Decision(decode, None, Way.ASKED, f"{chosen}; local prefill asked for")
+        return Decision(decode, None, Way.ASKED, f"{chosen}; local prefill asked for", (decoding,))
     if snapshot.table["aggregated"][decode]:
-        return Decision(decode, None, Way.AGGREGATED, f"{chosen}, an aggregated one")
+        return Decision(decode, None, Way.AGGREGATED, f"{chosen}, an aggregated one", (decoding,))
     if uncached <= local_prefill_tokens:
-        return Decision(decode, None, Way.SHORT, f"{chosen}; only {uncached} prompt tokens are left to compute")
-    prefill = best("prefills")
-    if prefill is None:
-        return Decision(decode, None, Way.ALONE, f"{chosen}; no prefill worker is ready")
-    return Decision(decode, prefill, Way.REMOTE, f"{chosen}, {snapshot.cached_blocks[prefill]} on the prefill worker")
+        reason = f"{chosen}; only {uncached} prompt tokens are left to compute"
+        return Decision(decode, None, Way.SHORT, reason, (decoding,))
+    prefilling = _choose("prefills", ask, snapshot, policy, draw)
+    if prefilling is None:
+        return Decision(decode, None, Way.ALONE, f"{chosen}; no prefill worker is ready", (decoding,))
+    prefill = prefilling.winner
+    reason = f"{chosen}, {snapshot.cached_blocks[prefill]} on the prefill worker"
+    return Decision(decode, prefill, Way.REMOTE, reason, (decoding, prefilling))
+
+
+def _choose(role: str, ask: Ask, snapshot: Snapshot, policy: str, draw: Draw) -> Choice | None:
+    """None: no worker of this role is ready."""
+    rows = np.flatnonzero(snapshot.table["ready"] & snapshot.table[role])
+    if not len(rows):
+        return None
+    workers = snapshot.take(rows)
+    costs = POLICIES[policy](ask, workers, draw)
+    equals = np.flatnonzero(costs == costs.min())
+    winner = int(equals[draw.rng.integers(len(equals))])
+    best = np.argpartition(costs, _TOLD)[:_TOLD] if len(rows) > _TOLD else np.arange(len(rows))
+    others = [other for other in best[np.argsort(costs[best], kind="stable")].tolist() if other != winner]
+    told = np.array([winner, *others][:_TOLD])
+    return Choice(role, len(rows), rows[told], costs[told], workers.take(told))

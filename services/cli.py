@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bench.cli import app as bench
+from services.explain import app as router_app
 from services.kv import app as kv
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 
 app.add_typer(bench, name="bench")
 app.add_typer(kv, name="kv")
+app.add_typer(router_app, name="router")
 
 
 class Role(StrEnum):

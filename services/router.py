@@ -26,6 +26,7 @@ from router.policy import NoWorker, Way
 from router.snapshot import Ask
 from services.cluster_state import ClusterState
 from services.config import RouterConfig
+from services.explanations import Explanations
 from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import RpcServer, make_channel
@@ -151,6 +152,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
         self._watchers: dict[int, CacheWatcher] = {}
+        self._explanations = Explanations(config.policy)
         self._say_alone_at = 0.0
 
     def on_change(self, change: str, member: cluster_pb2.Member) -> None:
@@ -225,8 +227,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self.metrics.fetches.inc(placed.source is not None)
         if way is Way.ALONE:
             self._say_alone(time.monotonic())
+        placement = self._placement(placed)
+        self._explanations.add(request, placed, placement.reason, lambda row: self._members[row].name)
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
-        return self._placement(placed)
+        return placement
+
+    async def Explain(
+        self, request: router_pb2.ExplainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_pb2.ExplainReply:
+        """What is remembered of a request's placements."""
+        return self._explanations.of(request.request)
 
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -89,3 +89,65 @@ class ReleaseRequest(_message.Message):
 class ReleaseReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    def __init__(self, request: _Optional[str] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("placements",)
+    PLACEMENTS_FIELD_NUMBER: _ClassVar[int]
+    placements: _containers.RepeatedCompositeFieldContainer[Explanation]
+    def __init__(self, placements: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    RANKINGS_FIELD_NUMBER: _ClassVar[int]
+    attempt: str
+    seconds_ago: float
+    policy: str
+    prompt_tokens: int
+    reason: str
+    source: str
+    rankings: _containers.RepeatedCompositeFieldContainer[Ranking]
+    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ...) -> None: ...
+
+class Ranking(_message.Message):
+    __slots__ = ("role", "candidates", "best")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    candidates: int
+    best: _containers.RepeatedCompositeFieldContainer[RankedWorker]
+    def __init__(self, role: _Optional[str] = ..., candidates: _Optional[int] = ..., best: _Optional[_Iterable[_Union[RankedWorker, _Mapping]]] = ...) -> None: ...
+
+class RankedWorker(_message.Message):
+    __slots__ = ("name", "cost", "cached_tokens", "expected_tokens", "fetchable_tokens", "queued_tokens", "kept_tokens", "requests", "waiting_for_blocks")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    cost: float
+    cached_tokens: int
+    expected_tokens: int
+    fetchable_tokens: int
+    queued_tokens: float
+    kept_tokens: float
+    requests: int
+    waiting_for_blocks: int
+    def __init__(self, name: _Optional[str] = ..., cost: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., fetchable_tokens: _Optional[int] = ..., queued_tokens: _Optional[float] = ..., kept_tokens: _Optional[float] = ..., requests: _Optional[int] = ..., waiting_for_blocks: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class RouterStub:
                 request_serializer=services_dot_rpc_dot_router__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_router__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tandem.v1.Router/Explain',
+                request_serializer=services_dot_rpc_dot_router__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_router__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -66,6 +71,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """The latest placements, as they were decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=services_dot_rpc_dot_router__pb2.ReleaseRequest.FromString,
                     response_serializer=services_dot_rpc_dot_router__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=services_dot_rpc_dot_router__pb2.ExplainRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_router__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +152,33 @@ class Router:
             '/tandem.v1.Router/Release',
             services_dot_rpc_dot_router__pb2.ReleaseRequest.SerializeToString,
             services_dot_rpc_dot_router__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Router/Explain',
+            services_dot_rpc_dot_router__pb2.ExplainRequest.SerializeToString,
+            services_dot_rpc_dot_router__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 
 from kv_transfer.process_identity import boot_id
+from services.attempts import is_named
 from services.rpc import trace_pb2, trace_pb2_grpc
 
 _TRANSFERS = 512
@@ -60,12 +61,7 @@ class Timelines(trace_pb2_grpc.TraceServicer):
     ) -> trace_pb2.TimelinesReply:
         """Those of a request; the latest one if none is named."""
         records = [timeline.record for timeline in self._ring.values()]
-        found = [record for record in records if _names(request.request, record.transfer_id)]
+        found = [record for record in records if is_named(request.request, record.transfer_id)]
         return trace_pb2.TimelinesReply(
             timelines=found if request.request else records[-1:], boot_id=boot_id(), now=time.monotonic()
         )
-
-
-def _names(request: str, transfer_id: str) -> bool:
-    """A transfer is `RESPONSE-SEQUENCE/ATTEMPT`; a request may be named by any leading part of that."""
-    return transfer_id == request or transfer_id.startswith((request + "/", request + "-"))

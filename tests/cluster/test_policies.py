@@ -1,5 +1,8 @@
 """Every policy in a real cluster: requests over HTTP succeed, and go where the policy says."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +53,11 @@ def spread(cluster: Cluster) -> list[float]:
     return [cluster.metric("tandem_generated_tokens_total", worker=worker) / TOKENS for worker in WORKERS]
 
 
+def explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli", "router", "explain", *arguments, "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None:
     policy, cluster = running
     same = [ask(cluster, 100) for _ in range(8)]
@@ -71,3 +79,22 @@ def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None
         for number in range(4):
             ask(cluster, 300 + number, "user 3")
         assert sorted(after - was for after, was in zip(spread(cluster), before, strict=True)) == [0, 4]
+
+
+def test_the_router_explains(running: tuple[str, Cluster]) -> None:
+    policy, cluster = running
+    if policy != "prefix":
+        pytest.skip("it is the same for all")
+    ask(cluster, 400)
+    ask(cluster, 400)
+    told = json.loads(explain(cluster, "--json").stdout)
+    (placement,) = told
+    assert placement["policy"] == "prefix" and placement["prompt_tokens"] == 131
+    (ranking,) = placement["rankings"]
+    best, other = ranking["best"]
+    assert (ranking["role"], ranking["candidates"], best["expected_tokens"]) == ("decode", 2, 128)
+    assert best["cost"] < other["cost"] and {best["name"], other["name"]} == set(WORKERS)
+    shown = explain(cluster, placement["attempt"])
+    assert shown.returncode == 0 and placement["reason"] in shown.stdout and "→" in shown.stdout
+    unknown = explain(cluster, "cmpl-nobody")
+    assert unknown.returncode == 78 and "no router remembers 'cmpl-nobody'" in unknown.stderr

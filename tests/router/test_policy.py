@@ -183,3 +183,20 @@ def test_what_holds_for_every_decision(workers: list[Any], policy: str, tokens: 
 
 def test_one_token_is_always_left_to_compute() -> None:
     assert ASK.uncached(np.array([992, 1008, 10**6])).tolist() == [8, 1, 1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_decision_remembers_its_best_candidates(policy: str) -> None:
+    workers = [worker(f"d{number}", decode=100 * number) for number in range(12)] + [worker("p", "prefill")]
+    decision = decide(*workers, policy=policy, turn=5)
+    decoding, prefilling = decision.choices
+    assert (decoding.role, decoding.candidates, prefilling.role, prefilling.candidates) == (
+        "decodes",
+        12,
+        "prefills",
+        1,
+    )
+    assert (decoding.winner, prefilling.winner) == (decision.decode, decision.prefill)
+    assert len(set(decoding.rows.tolist())) == 8
+    assert decoding.costs.tolist() == sorted(decoding.costs.tolist())
+    assert decoding.workers.table["decode_tokens"].tolist() == [100 * row for row in decoding.rows]

@@ -400,3 +400,30 @@ async def test_a_placement_names_who_has_the_prefix_as_long_as_fetching_pays() -
                 setattr(able, unable, is_able)
                 made.service.on_change("updated", able)
                 assert (await made.place(chain("x", 20), prompt_tokens=320)).HasField("source") == is_able
+
+
+async def test_placements_are_remembered_as_they_were_decided() -> None:
+    async with cluster(policy="least_outstanding") as made:
+        decode, prefill = await made.join("d"), await made.join("p", "prefill")
+        await made.place(chain("x"), request_id="cmpl-1-0")
+        await made.place(chain("x"), request_id="cmpl-1-0", attempt=1)
+        await made.place(chain("x"), request_id="cmpl-10-0")
+
+        async def explained(request: str) -> list[router_pb2.Explanation]:
+            reply = await made.router.Explain(router_pb2.ExplainRequest(request=request), timeout=5)
+            return list(reply.placements)
+
+        first, again = await explained("cmpl-1")
+        assert (first.attempt, again.attempt) == ("cmpl-1-0/0", "cmpl-1-0/1")
+        assert [each.attempt for each in await explained("cmpl-1-0/1")] == ["cmpl-1-0/1"]
+        assert [each.attempt for each in await explained("")] == ["cmpl-10-0/0"]
+        assert await explained("nobody's") == []
+        assert (first.policy, first.prompt_tokens, first.source) == ("least_outstanding", 160, "")
+        assert first.reason.startswith("least_outstanding: ") and 0 <= first.seconds_ago < 10
+        assert [(each.role, each.candidates) for each in again.rankings] == [("decode", 1), ("prefill", 1)]
+        (decoding,), (prefilling,) = (each.best for each in again.rankings)
+        assert (decoding.name, decoding.requests, decoding.kept_tokens, decoding.cost) == ("decode", 1, 170, 170)
+        assert (prefilling.name, prefilling.queued_tokens, prefilling.expected_tokens) == ("prefill", 160, 160)
+        for worker in (decode, prefill):  # it is told all the same
+            made.service.on_change("left", worker.member)
+        assert (await explained("cmpl-1"))[1].rankings == again.rankings

@@ -1,0 +1,11 @@
+"""How attempts of requests are named: `RESPONSE-SEQUENCE/ATTEMPT`."""
+
+
+def attempt_name(request_id: str, attempt: int) -> str:
+    """Of a sequence's id, which is `RESPONSE-SEQUENCE`, and the number of its attempt."""
+    return f"{request_id}/{attempt}"
+
+
+def is_named(request: str, attempt: str) -> bool:
+    """Whether `request` names this attempt: any leading part of the name does, such as the response's id."""
+    return attempt == request or attempt.startswith((request + "/", request + "-"))
