@@ -25,6 +25,7 @@ log = structlog.get_logger()
 
 LEASE_SECONDS = 2.5
 _BEAT_SECONDS = 0.5
+_STANDSTILL_SECONDS = 0.9 * LEASE_SECONDS  # between two beats
 _RESYNC_SECONDS = 1.0
 _TIMEOUT_SECONDS = 0.5  # of any one Redis operation
 _SILENCE_SECONDS = 5.0  # without any news: the connection may be dead
@@ -58,6 +59,7 @@ class ClusterState:
         self._heard: dict[str, float] = {}  # when a member's last beat came, monotonic seconds
         self._patient_until = 0.0  # after a time without the store, members get this long to register again
         self._callbacks: list[Change] = []
+        self._silence_callbacks: list[Callable[[], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._own: cluster_pb2.Member | None = None
         self._closing = False
@@ -86,6 +88,10 @@ class ClusterState:
         self._callbacks.append(callback)
         for member in list(self._view.values()):
             callback("joined", member)
+
+    def on_silence(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when this process is known again after it stood still for so long that others gave it up."""
+        self._silence_callbacks.append(callback)
 
     def members(self, *roles: str) -> list[cluster_pb2.Member]:
         """All known members, or those with one of `roles`."""
@@ -148,10 +154,23 @@ class ClusterState:
             await pipe.execute()
 
     async def _keep_registered(self) -> None:
+        was_silent = False
         while not self._closing:
+            begun = time.monotonic()
             await asyncio.sleep(_BEAT_SECONDS * random.uniform(0.8, 1.2))
-            with contextlib.suppress(*_ERRORS):
+            try:
                 await self._beat()
+                beaten = True
+            except _ERRORS:
+                beaten = False
+            # A store that does not answer takes less: then this process, or its machine, stood still.
+            if time.monotonic() - begun > _STANDSTILL_SECONDS:
+                was_silent = True
+            if beaten and was_silent:
+                was_silent = False
+                log.warning("this process stood still for longer than its lease", seconds=time.monotonic() - begun)
+                for callback in self._silence_callbacks:
+                    callback()
 
     # Watching
 

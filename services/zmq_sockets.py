@@ -15,7 +15,8 @@ def _prepare(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, key: ClusterKey | N
     socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
     # A dead peer is dropped, so that its queue does not grow for ever.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3000)
+    # But a machine that is busy for seconds is not dead, and what is on its way when a connection ends is lost.
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     secure(socket, key, server=server)

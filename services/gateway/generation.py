@@ -50,6 +50,11 @@ class Running:
             if sequence.worker is not None and sequence.worker.incarnation == incarnation:
                 sequence.lose("the worker is gone", exclude=True)
 
+    def was_silent(self) -> None:
+        """This gateway stood still for longer than its lease: workers may have aborted all that they had of it."""
+        for sequence in list(self.sequences):
+            sequence.lose("the gateway was silent for too long", exclude=False)
+
 
 class Generation:
     """Runs a plan."""

@@ -57,7 +57,9 @@ async def serve(config: GatewayConfig) -> None:
     rpc = RpcServer(config.bind, 0, key, metrics.registry)
     tokens = TokenSocket(config.bind, key)
     placements = Placements(state, key, config.worker_wait)
-    intake = Intake(config, text, Running(placements, tokens, incarnation))
+    running = Running(placements, tokens, incarnation)
+    state.on_silence(running.was_silent)
+    intake = Intake(config, text, running)
     app = Access(build_app(config, intake, state, placements), ApiKeys(config.api_keys), metrics)
     server = _Server(
         uvicorn.Config(

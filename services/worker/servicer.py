@@ -130,7 +130,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def gateway_left(self, incarnation: str) -> None:
         """A gateway is gone: nobody reads its tokens any more."""
-        for key in [key for key, admitted in self.admitted.items() if admitted.gateway == incarnation]:
+        left = [key for key, admitted in self.admitted.items() if admitted.gateway == incarnation]
+        if left:
+            log.warning("a gateway is gone, and its requests are aborted", gateway=incarnation, requests=len(left))
+        for key in left:
             reply_to = self.admitted[key].reply_to
             self.abort(key, "the gateway is gone")
             self._tokens.forget(reply_to)

@@ -138,6 +138,22 @@ def stopped(cluster: Cluster, name: str) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+def test_a_gateway_that_is_silent_for_longer_than_its_lease_loses_no_stream(pair: Cluster) -> None:
+    """Workers take it for gone and abort its requests; when it goes on it notices, and has them computed on."""
+    pair.wait_idle()
+    before = pair.metric("tandem_requests_moved_total")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(ask, pair, number, 1500, "silent") for number in range(4)]
+        time.sleep(0.5)
+        with stopped(pair, "gateway"):
+            time.sleep(3.6)
+        results = [future.result() for future in running]
+    pair.wait_idle(10)
+    assert pair.metric("tandem_requests_moved_total") > before, "nothing was aborted"
+    assert [ask(pair, number, 1500, "alone") for number in range(2)] == results[:2]
+    pair.wait_idle()
+
+
 # Shorter and longer than the leases of transfers and members.
 @pytest.mark.parametrize(("victim", "seconds"), [("prefill-0", 1.0), ("prefill-0", 8.0), ("decode-0", 8.0)])
 def test_worker_stopped_in_the_middle_of_transfers(pair: Cluster, victim: str, seconds: float) -> None:
