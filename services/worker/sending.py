@@ -451,6 +451,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         if cut is None:
             raise ValueError("no more of it is cached than the receiver has")
         sending.to_send = cut
+        self._push_missing(sending)  # the first part at once: another call may have to wait for a step
         self._loop.call_soon_threadsafe(self._complete, sending)
 
     async def _stop(self, sending: Sending) -> None:
