@@ -103,19 +103,14 @@ class Load:
         if fetches:
             await self._pair.prefill.cache(prompt[: self._random.randrange(1, len(prompt) + 1)])
         asked = self._asked[name] = Asked(reference(prompt, max_tokens))
-        await self._pair.worker.Submit(
-            worker_pb2.SubmitRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                sampling=worker_pb2.Sampling(max_tokens=max_tokens),
-                deadline_seconds=DEADLINE_SECONDS,
-                reply_to=reply_to,
-                gateway_incarnation="g" * 32,
-                prefill=None if fetches else peer,
-                source=router_pb2.PrefixSource(worker=peer, tokens=len(prompt)) if fetches else None,
-                worker_incarnation=self._pair.decode.incarnation,
-            ),
-            timeout=10,
+        await self._pair.submit(
+            name,
+            prompt,
+            max_tokens,
+            reply_to,
+            deadline_seconds=DEADLINE_SECONDS,
+            prefill=None if fetches else peer,
+            source=router_pb2.PrefixSource(worker=peer, tokens=len(prompt)) if fetches else None,
         )
         return asked
 

@@ -32,7 +32,7 @@ from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from kv_transfer.messages import Done
 from services.process import new_incarnation
-from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2_grpc
+from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import RpcServer
 from services.worker import links, prefix_costs, receiving
 from services.worker.engine_thread import EngineThread
@@ -279,6 +279,21 @@ class Pair:
     def endpoint(self) -> router_pb2.Endpoint:
         """Where the decode worker believes the prefill worker to be."""
         return router_pb2.Endpoint(name="prefill", incarnation=self.prefill.incarnation, address=self.control.address)
+
+    async def submit(
+        self, name: str, prompt: list[int], max_tokens: int, reply_to: str = "tcp://127.0.0.1:1", **more: Any
+    ) -> None:
+        """Gives the decode worker a request, with `more` fields of it. Its tokens go to nobody, or to `reply_to`."""
+        request = worker_pb2.SubmitRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=worker_pb2.Sampling(max_tokens=max_tokens),
+            reply_to=reply_to,
+            gateway_incarnation="g" * 32,
+            worker_incarnation=self.decode.incarnation,
+            **({"deadline_seconds": 20} | more),
+        )
+        await self.worker.Submit(request, timeout=10)
 
     def states(self, transfer_id: str) -> tuple[str, str]:
         """Of receiver and sender; they read what the event loop writes, which is good enough for counting."""

@@ -29,7 +29,7 @@ from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
 from kv_transfer.messages import Order
 from kv_transfer.references import BlockRef
-from services.rpc import router_pb2, trace_pb2, worker_pb2
+from services.rpc import router_pb2, trace_pb2
 from services.worker import links, receiving, sending
 from services.worker.timelines import Timeline
 
@@ -411,20 +411,7 @@ async def test_a_request_that_moved_to_where_its_output_is_cached() -> None:
     output = reference(prompt, 40)
     async with linked("shared_memory", Faults(dice(14), {})) as pair:
         for number, known in enumerate((0, 30)):
-            await pair.worker.Submit(
-                worker_pb2.SubmitRequest(
-                    request_id=f"q{number}",
-                    prompt_token_ids=prompt,
-                    output_token_ids=output[:known],
-                    sampling=worker_pb2.Sampling(max_tokens=40),
-                    deadline_seconds=20,
-                    reply_to="tcp://127.0.0.1:1",
-                    gateway_incarnation="g" * 32,
-                    prefill=pair.endpoint,
-                    worker_incarnation=pair.decode.incarnation,
-                ),
-                timeout=10,
-            )
+            await pair.submit(f"q{number}", prompt, 40, prefill=pair.endpoint, output_token_ids=output[:known])
             assert not any((await Load(pair).settled()).values())
         assert not pair.crashes
         assert pair.decode.metrics.transfers.labels("committed")._value.get() == 2

@@ -30,19 +30,7 @@ async def submit(pair: Pair, name: str, prompt: list[int], source_tokens: int | 
     source = router_pb2.PrefixSource(
         worker=pair.endpoint, tokens=len(prompt) if source_tokens is None else source_tokens
     )
-    await pair.worker.Submit(
-        worker_pb2.SubmitRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling=worker_pb2.Sampling(max_tokens=4),
-            deadline_seconds=20,
-            reply_to="tcp://127.0.0.1:1",
-            gateway_incarnation="g" * 32,
-            source=source,
-            worker_incarnation=pair.decode.incarnation,
-        ),
-        timeout=10,
-    )
+    await pair.submit(name, prompt, 4, source=source)
     while pair.decode.service.admitted:
         await asyncio.sleep(0.002)
 

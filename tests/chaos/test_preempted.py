@@ -14,7 +14,6 @@ from engine.engine import StepOutput
 from engine.request import Request, SamplingParams
 from kv_transfer.messages import Order
 from kv_transfer.plan import Push, TransferPlan
-from services.rpc import worker_pb2
 
 PROMPT = [37 * number for number in range(150)]  # of which a step computes 48
 
@@ -62,19 +61,7 @@ async def test_the_blocks_of_another_that_it_finds_later_go_out_from_the_first_o
             return output
 
         monkeypatch.setattr(engine, "step", step_and_preempt)
-        await pair.worker.Submit(
-            worker_pb2.SubmitRequest(
-                request_id="q0",
-                prompt_token_ids=PROMPT,
-                sampling=worker_pb2.Sampling(max_tokens=2),
-                deadline_seconds=20,
-                reply_to="tcp://127.0.0.1:1",
-                gateway_incarnation="g" * 32,
-                prefill=pair.endpoint,
-                worker_incarnation=pair.decode.incarnation,
-            ),
-            timeout=10,
-        )
+        await pair.submit("q0", PROMPT, 2, prefill=pair.endpoint)
         assert not any((await Load(pair).settled()).values())
         assert pair.decode.metrics.transfers.labels("committed")._value.get() == 1
         (after,) = summed

@@ -32,20 +32,8 @@ async def holder() -> AsyncIterator[Prefill]:
 
 async def submit(pair: Pair, source: Prefill) -> None:
     at = router_pb2.Endpoint(name="holder", incarnation=source.incarnation, address=source.rpc.address)
-    await pair.worker.Submit(
-        worker_pb2.SubmitRequest(
-            request_id="q0",
-            prompt_token_ids=PROMPT,
-            sampling=worker_pb2.Sampling(max_tokens=2),
-            deadline_seconds=20,
-            reply_to="tcp://127.0.0.1:1",
-            gateway_incarnation="g" * 32,
-            prefill=pair.endpoint,
-            source=router_pb2.PrefixSource(worker=at, tokens=len(PROMPT)),
-            worker_incarnation=pair.decode.incarnation,
-        ),
-        timeout=10,
-    )
+    prefix = router_pb2.PrefixSource(worker=at, tokens=len(PROMPT))
+    await pair.submit("q0", PROMPT, 2, prefill=pair.endpoint, source=prefix)
 
 
 def counted(pair: Pair) -> tuple[dict[str, int], dict[str, int]]:
