@@ -39,7 +39,7 @@ async def tcp_units(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, 
     while True:
         prefix = await reader.readexactly(tcp_wire.PREFIX_BYTES)
         header = await reader.readexactly(int.from_bytes(prefix[:4], "little"))
-        payload = await reader.readexactly(msgspec.msgpack.decode(header, type=tcp_wire.Header).length)
+        payload = await reader.readexactly(msgspec.msgpack.decode(header, type=tcp_wire.Header).wire_bytes)
         yield prefix + header + payload, True
 
 
