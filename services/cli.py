@@ -201,7 +201,7 @@ def serve(
             router = load(RouterConfig, flags, config)
             require(router, "state")
             configure(router.log_level, router.log_format)
-            from services.router import serve as serve_router
+            from services.router.serve import serve as serve_router
 
             run(serve_router(router))
         else:

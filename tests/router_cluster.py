@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.hashing import block_hashes
 from engine.request import BlockStored
 from services.config import RouterConfig
-from services.router import RouterService
+from services.router.service import RouterService
 from services.rpc import cluster_pb2, cluster_pb2_grpc, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import RpcServer, make_channel
 from services.security import ClusterKey

@@ -11,7 +11,7 @@ from services.config import GatewayConfig, RouterConfig, WorkerConfig
 from services.gateway.limits import LIMITS
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_types import ChatRequest, CompletionRequest
-from services.router import RouterMetrics
+from services.router.metrics import RouterMetrics
 from services.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]

@@ -1,140 +1,34 @@
-"""The router process: keeps a view of the workers and their caches, and places requests."""
+"""Placements over gRPC, on the workers of the cluster state."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
-import os
-import socket
 import time
 from typing import Any
 
 import grpc
 import grpc.aio
-import msgspec
 import structlog
 import zmq
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.request import KvEventBatch
-from router.feed import Feed, Verdict
-from router.index import BlockIndex
 from router.placer import Placed, Placer
 from router.policies import session_key
 from router.policy import NoWorker, Way
 from router.snapshot import Ask
-from services.cluster_state import ClusterState
 from services.config import RouterConfig
-from services.explanations import Explanations
-from services.process import new_incarnation, stop_signal
-from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from services.rpc_server import RpcServer, make_channel
-from services.security import ClusterKey, cluster_key
-from services.zmq_sockets import sub_socket
+from services.router.cache_watcher import CacheWatcher
+from services.router.explanations import Explanations
+from services.router.metrics import RouterMetrics
+from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
+from services.security import ClusterKey
 
 log = structlog.get_logger()
 
-_decoder = msgspec.msgpack.Decoder(KvEventBatch)
 _WORKER_ROLES = ("prefill", "decode", "aggregated")
 _SESSION_BLOCKS = 4  # which keep prompts together that name no session
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
-_RETRY_SECONDS = 0.5  # between two snapshots that a worker does not give
-_SNAPSHOT_SECONDS = 5.0
 _SAY_AGAIN_SECONDS = 60.0
-
-
-class RouterMetrics:
-    """What the router exports."""
-
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.decision_seconds = Histogram(
-            "tandem_router_decision_seconds",
-            "Time to place one request",
-            registry=registry,
-            buckets=(0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01),
-        )
-        self.overlap = Counter(
-            "tandem_router_overlap_blocks",
-            "Cached prompt blocks, as predicted and as found",
-            ["kind"],
-            registry=registry,
-        )
-        self.placements = Counter("tandem_router_placements", "Placements by reason", ["reason"], registry=registry)
-        for way in Way:
-            self.placements.labels(way.value)
-        for kind in ("predicted", "actual"):
-            self.overlap.labels(kind)
-        self.fetches = Counter(
-            "tandem_router_fetches", "Placements with a prefix to be fetched from another worker", registry=registry
-        )
-        self.resyncs = Counter("tandem_router_resyncs", "Snapshots taken of workers' caches", registry=registry)
-        self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
-        self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
-        self.reservations = Gauge("tandem_router_reservations", "Requests under way", registry=registry)
-        self.full = Gauge(
-            "tandem_router_workers_full", "Decode workers where requests wait for KV blocks", registry=registry
-        )
-
-
-class CacheWatcher:
-    """Keeps the index true for one worker: snapshot on join and on gaps, events in between."""
-
-    def __init__(
-        self, member: cluster_pb2.Member, row: int, index: BlockIndex, key: ClusterKey | None, metrics: RouterMetrics
-    ) -> None:
-        self._member = member
-        self._row = row
-        self._index = index
-        self._metrics = metrics
-        self._feed = Feed()
-        self._socket = sub_socket(member.events_address, b"kv", key)  # raises for a malformed address
-        self._channel = make_channel(member.grpc_address, key)
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    def stop(self) -> None:
-        """Ends the watch; the caller clears the index."""
-        self._task.cancel()
-
-    async def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    if self._feed.sequence is None:
-                        await self._resync()
-                    await self._follow()
-                except (grpc.aio.AioRpcError, zmq.ZMQError) as error:
-                    log.debug("no snapshot of a worker's cache", worker=self._member.name, error=str(error))
-                    await asyncio.sleep(_RETRY_SECONDS)
-        finally:
-            self._socket.close(linger=0)
-            await self._channel.close()
-
-    async def _follow(self) -> None:
-        """Applies events up to the next gap."""
-        verdict = Verdict.IGNORE
-        while verdict is not Verdict.RESYNC:
-            frames = await self._socket.recv_multipart()
-            try:
-                batch = _decoder.decode(frames[1])
-            except (msgspec.MsgspecError, IndexError):
-                log.warning("malformed KV events dropped", worker=self._member.name)
-                continue
-            if batch.incarnation != self._member.incarnation:
-                continue
-            verdict = self._feed.judge(batch.sequence)
-            if verdict is Verdict.APPLY:
-                self._index.apply(self._row, batch.events)
-
-    async def _resync(self) -> None:
-        stub = worker_pb2_grpc.WorkerStub(self._channel)
-        snapshot = await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=_SNAPSHOT_SECONDS)
-        if snapshot.incarnation == self._member.incarnation:
-            self._index.replace(self._row, snapshot.block_hashes)
-            self._feed.snapshot(snapshot.sequence)
-            self._metrics.resyncs.inc()
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -286,34 +180,3 @@ class RouterService(router_pb2_grpc.RouterServicer):
 def _measured(load: cluster_pb2.Load, name: str) -> float:
     """NaN: not measured."""
     return float(getattr(load, name)) if load.HasField(name) else math.nan
-
-
-async def serve(config: RouterConfig) -> None:
-    """Runs until SIGTERM."""
-    stop = stop_signal()
-    key = cluster_key(config.cluster_key)
-    service = RouterService(config, key)
-    rpc = RpcServer(config.bind, 0, key, service.metrics.registry)
-    router_pb2_grpc.add_RouterServicer_to_server(service, rpc.server)
-    state = ClusterState(config.state, config.cluster)
-    await state.connect()
-    state.on_change(service.on_change)
-    await rpc.start()
-    await state.register(
-        cluster_pb2.Member(
-            name=config.name or "router",
-            role="router",
-            incarnation=new_incarnation(),
-            grpc_address=rpc.address,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-        )
-    )
-    await rpc.set_healthy(True)
-    log.info("ready", role="router", address=rpc.address, policy=config.policy)
-    while not stop.is_set():
-        service.tick(time.monotonic())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), 1.0)
-    await state.close()
-    await rpc.stop()

@@ -1,0 +1,1 @@
+"""The placement service: `router` with sockets around it. Never imports torch."""

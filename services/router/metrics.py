@@ -1,0 +1,39 @@
+"""What the router exports."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from router.policy import Way
+
+
+class RouterMetrics:
+    """Counters and gauges of one router."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.decision_seconds = Histogram(
+            "tandem_router_decision_seconds",
+            "Time to place one request",
+            registry=registry,
+            buckets=(0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01),
+        )
+        self.overlap = Counter(
+            "tandem_router_overlap_blocks",
+            "Cached prompt blocks, as predicted and as found",
+            ["kind"],
+            registry=registry,
+        )
+        self.placements = Counter("tandem_router_placements", "Placements by reason", ["reason"], registry=registry)
+        for way in Way:
+            self.placements.labels(way.value)
+        for kind in ("predicted", "actual"):
+            self.overlap.labels(kind)
+        self.fetches = Counter(
+            "tandem_router_fetches", "Placements with a prefix to be fetched from another worker", registry=registry
+        )
+        self.resyncs = Counter("tandem_router_resyncs", "Snapshots taken of workers' caches", registry=registry)
+        self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
+        self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
+        self.reservations = Gauge("tandem_router_reservations", "Requests under way", registry=registry)
+        self.full = Gauge(
+            "tandem_router_workers_full", "Decode workers where requests wait for KV blocks", registry=registry
+        )

@@ -1,0 +1,52 @@
+"""The router process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+
+import structlog
+
+from services.cluster_state import ClusterState
+from services.config import RouterConfig
+from services.process import new_incarnation, stop_signal
+from services.router.service import RouterService
+from services.rpc import cluster_pb2, router_pb2_grpc
+from services.rpc_server import RpcServer
+from services.security import cluster_key
+
+log = structlog.get_logger()
+
+
+async def serve(config: RouterConfig) -> None:
+    """Runs until SIGTERM."""
+    stop = stop_signal()
+    key = cluster_key(config.cluster_key)
+    service = RouterService(config, key)
+    rpc = RpcServer(config.bind, 0, key, service.metrics.registry)
+    router_pb2_grpc.add_RouterServicer_to_server(service, rpc.server)
+    state = ClusterState(config.state, config.cluster)
+    await state.connect()
+    state.on_change(service.on_change)
+    await rpc.start()
+    await state.register(
+        cluster_pb2.Member(
+            name=config.name or "router",
+            role="router",
+            incarnation=new_incarnation(),
+            grpc_address=rpc.address,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+    )
+    await rpc.set_healthy(True)
+    log.info("ready", role="router", address=rpc.address, policy=config.policy)
+    while not stop.is_set():
+        service.tick(time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+    await state.close()
+    await rpc.stop()
