@@ -363,7 +363,8 @@ async def test_the_process_joins_the_cluster_places_and_leaves() -> None:
 
 
 def test_torch_is_never_loaded() -> None:
-    code = "import sys, services.router.serve; sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'tokenizers')))"
+    imports = "import sys, services.router.serve"
+    code = f"{imports}; sys.exit(any(n in sys.modules for n in ('torch', 'transformers', 'tokenizers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
