@@ -64,10 +64,10 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class TokenBatch(msgspec.Struct, array_like=True):
-    """One message per engine step and gateway."""
+    """One message per engine step and gateway. Without outputs it says how many were sent before."""
 
     incarnation: str
-    sequence: int
+    sequence: int  # batches with outputs before this one
     outputs: list[TokenOutput]
 
 

@@ -44,11 +44,19 @@ class Running:
         self.incarnation = incarnation
         self.sequences: set[Sequence] = set()
         placements.on_lost(self._worker_lost)
+        tokens.on_gap(self._tokens_lost)
 
     def _worker_lost(self, incarnation: str) -> None:
-        for sequence in list(self.sequences):
-            if sequence.worker is not None and sequence.worker.incarnation == incarnation:
-                sequence.lose("the worker is gone", exclude=True)
+        for sequence in self._on(incarnation):
+            sequence.lose("the worker is gone", exclude=True)
+
+    def _tokens_lost(self, incarnation: str) -> None:
+        """Whose they were is not known, and the last ones of a sequence would not be missed by it."""
+        for sequence in self._on(incarnation):
+            sequence.lose("tokens got lost on the way", exclude=False)
+
+    def _on(self, incarnation: str) -> list[Sequence]:
+        return [s for s in self.sequences if s.worker is not None and s.worker.incarnation == incarnation]
 
     def was_silent(self) -> None:
         """This gateway stood still for longer than its lease: workers may have aborted all that they had of it."""

@@ -269,7 +269,7 @@ class Worker:
         state.on_change(self._on_change)
         await rpc.set_healthy(True)
         log.info("ready", role=config.role, address=rpc.address)
-        ticker = asyncio.get_running_loop().create_task(self._tick(thread, rpc))
+        ticker = asyncio.get_running_loop().create_task(self._tick(thread, rpc, tokens))
         ticker.add_done_callback(self._ticker_done)
         await self._stop.wait()
         await self._drain(state, rpc)
@@ -306,7 +306,7 @@ class Worker:
         if change == "left" and member.role == "gateway":
             self._service.gateway_left(member.incarnation)
 
-    async def _tick(self, thread: EngineThread, rpc: RpcServer) -> None:
+    async def _tick(self, thread: EngineThread, rpc: RpcServer, tokens: TokenPublisher) -> None:
         beats: Counter[str] = Counter()
         while True:
             await asyncio.sleep(_TICK_SECONDS)
@@ -316,6 +316,7 @@ class Worker:
             self._service.tick(now)
             beats["tick"] += 1
             if beats["tick"] % _BEAT_TICKS == 0:
+                tokens.count()
                 await rpc.set_healthy(now - thread.last_progress < HANG_SECONDS and not self._service.draining)
                 await self._refresh_load(thread)
 

@@ -1,5 +1,6 @@
 """Sends tokens to gateways: one ZMQ message per engine step and gateway."""
 
+import contextlib
 from collections import defaultdict
 
 import msgspec
@@ -36,6 +37,13 @@ class TokenPublisher:
         except zmq.Again:
             self.dropped_batches += 1
             log.warning("tokens dropped: the gateway does not take them", gateway=reply_to)
+
+    def count(self) -> None:
+        """Tells each gateway how many batches it was sent, so that it misses the last ones, too, if they got lost."""
+        for reply_to, socket in self._sockets.items():
+            with contextlib.suppress(zmq.Again):
+                batch = TokenBatch(self._incarnation, self._sequence[reply_to], [])
+                socket.send(self._encoder.encode(batch), zmq.DONTWAIT)
 
     def forget(self, reply_to: str) -> None:
         """Closes the socket of a gateway that is gone."""

@@ -14,11 +14,13 @@ from engine.request import SamplingParams, TokenBatch, TokenOutput
 from services.cluster_state import ClusterState
 from services.embedded_state import EmbeddedState
 from services.gateway.errors import ApiError
+from services.gateway.generation import Running
 from services.gateway.placement import Placements
 from services.gateway.sequences import Sequence, SequenceSpec
 from services.gateway.token_socket import TokenSocket
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import RpcServer
+from services.worker.token_publisher import TokenPublisher
 from services.zmq_sockets import push_socket
 
 OUTPUT = [11, 12, 13, 14]
@@ -362,3 +364,29 @@ def test_errors_have_openai_shape() -> None:
     assert msgspec.json.decode(bytes(error.body)) == {
         "error": {"message": "none", "type": "invalid_request_error", "param": None, "code": None}
     }
+
+
+async def test_last_tokens_that_got_lost_on_the_way_are_missed() -> None:
+    """No later token of the sequence tells; the worker's word of how much it has sent does."""
+    publishers: list[TokenPublisher] = []
+
+    def lose_the_rest(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        publisher = TokenPublisher(worker.incarnation, None)
+        publishers.append(publisher)
+        publisher.publish(request.reply_to, [output(request, 0, OUTPUT[:2])])
+        publisher.count()
+        publisher._sequence[request.reply_to] += 1  # a message with the other tokens, of which nothing arrives
+        publisher.count()
+        return []
+
+    async with setting([lose_the_rest, finish]) as all_:
+        running = Running(all_.placements, all_.tokens, "g" * 32)
+        sequence, other = all_.sequence(), all_.sequence(request_id="cmpl-2-0")
+        running.sequences |= {sequence, other}
+        await sequence.run()
+        assert (sequence.finish_reason, sequence.failure, sequence.attempt) == ("length", None, 1)
+        assert sequence.output_token_ids == OUTPUT and list(all_.router.placed[1].exclude_incarnations) == []
+        assert [list(request.output_token_ids) for request in all_.router.workers[0].submitted] == [[], OUTPUT[:2]]
+        assert other.attempt == 0
+        for publisher in publishers:
+            publisher.close()
