@@ -83,16 +83,23 @@ class Placer:
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
         source = source_for(decision.computing, snapshot)
         self._book(key, ask, snapshot, decision, source, now=now, lease=lease)
-        for row in {decision.decode, decision.computing}:
-            for layout, hashes in numbered:
-                if layout == self.fleet.table["layout"][row]:
-                    self._expected.expect(row, hashes, now)
+        self._expect({decision.decode, decision.computing}, numbered, now)
         return Placed(decision, snapshot, source)
+
+    def expect(self, rows: Iterable[int], chains: Iterable[tuple[str, Sequence[bytes]]], now: float) -> None:
+        """These workers will soon hold a prompt that another router placed there."""
+        self._expect(rows, [(self.fleet.layout(layout), hashes) for layout, hashes in chains], now)
 
     def tick(self, now: float) -> None:
         """Now and then: ends what is over."""
         self.reservations.expire(now)
         self._expected.expire(now)
+
+    def _expect(self, rows: Iterable[int], chains: list[tuple[int, Sequence[bytes]]], now: float) -> None:
+        for row in rows:
+            for layout, hashes in chains:
+                if layout == self.fleet.table["layout"][row]:
+                    self._expected.expect(row, hashes, now)
 
     def _snapshot(
         self, ask: Ask, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str], now: float

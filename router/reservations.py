@@ -19,6 +19,7 @@ class Reservation:
     booked: float  # monotonic seconds
     expires: float
     predicted_tokens: int  # cached prompt tokens expected
+    told_by: str = ""  # router that booked it; "": this one
 
 
 class Reservations:
@@ -40,6 +41,19 @@ class Reservations:
         if reservation is not None:
             self._book(reservation, -1)
         return reservation
+
+    def get(self, request_id: str, attempt: int) -> Reservation | None:
+        """An attempt's booking. None: it is not known."""
+        return self._by_attempt.get((request_id, attempt))
+
+    def told_by(self, router: str) -> list[tuple[tuple[str, int], Reservation]]:
+        """Attempts that another router booked; "": that were booked here."""
+        return [entry for entry in self._by_attempt.items() if entry[1].told_by == router]
+
+    def adopt(self, router: str) -> None:
+        """What a router booked that is gone counts as booked here."""
+        for key, reservation in self.told_by(router):
+            self._by_attempt[key] = replace(reservation, told_by="")
 
     def expire(self, now: float) -> int:
         """Ends bookings whose lease is over; returns how many."""
