@@ -61,6 +61,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     stop_token_id: int | None = None  # the last token of token_ids that ended it (eos or stop id)
     cached_tokens: int = 0  # prompt tokens that were not computed anywhere for this request
     error: str | None = None
+    prefill_failed: bool = False  # the prefill worker did not deliver: the prompt was computed where it is decoded
 
 
 class TokenBatch(msgspec.Struct, array_like=True):

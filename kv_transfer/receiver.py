@@ -28,7 +28,7 @@ from kv_transfer.messages import (
 )
 from kv_transfer.states import RECEIVER, ReceiverEvent, ReceiverState
 
-TOO_LATE, DAMAGED = "deadline exceeded", "checksum mismatch"  # reasons of failures
+TOO_LATE, DAMAGED, UNHEARD = "deadline exceeded", "checksum mismatch", "no first token"  # reasons of failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class ReceiverTransfer:
             return [Send(Commit(self.transfer_id)), JoinPrefix(self._num_pages)]
         if first is None:
             # Done overtook the first token, or it was lost: it is computed again, which gives the same one.
-            return [Send(Commit(self.transfer_id)), Recompute("no first token")]
+            return [Send(Commit(self.transfer_id)), Recompute(UNHEARD)]
         return [Send(Commit(self.transfer_id)), Join(first.token_id, first.logprob, first.cached_tokens)]
 
     def lost(self, reason: str, now: float) -> list[Action]:

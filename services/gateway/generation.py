@@ -16,7 +16,7 @@ from services.gateway.placement import Placements
 from services.gateway.sequences import Sequence, SequenceSpec
 from services.gateway.token_socket import TokenSocket
 from services.gateway.validation import Options
-from services.rpc import cluster_pb2
+from services.rpc import cluster_pb2, router_pb2
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class Running:
 
     def _worker_lost(self, incarnation: str) -> None:
         for sequence in self._on(incarnation):
-            sequence.lose("the worker is gone", exclude=True)
+            sequence.lose("the worker is gone", exclude=True, outcome=router_pb2.LOST)
 
     def _tokens_lost(self, incarnation: str) -> None:
         """Whose they were is not known, and the last ones of a sequence would not be missed by it."""

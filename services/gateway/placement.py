@@ -31,6 +31,14 @@ _PROBE_SECONDS = 1.0
 _WAKING_SECONDS = 5
 _DECODING_ROLES = ("decode", "aggregated")
 _WORKER_ROLES = ("prefill", *_DECODING_ROLES)
+_FAULTS = {
+    grpc.StatusCode.UNAVAILABLE: router_pb2.LOST,
+    grpc.StatusCode.CANCELLED: router_pb2.LOST,
+    grpc.StatusCode.DEADLINE_EXCEEDED: router_pb2.TIMED_OUT,
+    # A worker that is full, asleep, leaving or another one than was meant has no fault.
+    grpc.StatusCode.RESOURCE_EXHAUSTED: router_pb2.UNTOLD,
+    grpc.StatusCode.FAILED_PRECONDITION: router_pb2.UNTOLD,
+}
 _TRY_AGAIN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -41,7 +49,11 @@ _TRY_AGAIN = (
 
 
 class WorkerLost(Exception):
-    """The worker cannot take the request, or cannot be reached; another one can."""
+    """The worker cannot take the request, or cannot be reached; another one can. `outcome`: what that says of it."""
+
+    def __init__(self, reason: str, outcome: router_pb2.Outcome) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
 
 
 class NoRouter(Exception):
@@ -136,11 +148,14 @@ class Placements:
             stub = worker_pb2_grpc.WorkerStub(self.channel(worker.address))
             await answer_of(stub.Submit(request, timeout=min(_SUBMIT_SECONDS, remaining)))
         except ChannelClosed as error:
-            raise WorkerLost(str(error)) from None
+            raise WorkerLost(str(error), router_pb2.LOST) from None
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise invalid(error.details() or "The request cannot run", None) from None
-            raise WorkerLost(f"{error.code().name}: {error.details()}") from None
+            outcome = _FAULTS.get(error.code(), router_pb2.WORKER_ERROR)
+            if outcome == router_pb2.TIMED_OUT and remaining < _SUBMIT_SECONDS:
+                outcome = router_pb2.UNTOLD  # the worker had less time than it may take
+            raise WorkerLost(f"{error.code().name}: {error.details()}", outcome) from None
 
     def abort(self, worker: router_pb2.Endpoint, request_id: str, attempt: int, reason: str) -> None:
         """Tells the worker in the background that the attempt is not wanted any more."""
@@ -148,9 +163,8 @@ class Placements:
         stub = worker_pb2_grpc.WorkerStub(self.channel(worker.address))
         self._spawn(_notice(stub.Abort(request, timeout=_NOTICE_SECONDS)))
 
-    def release(self, request_id: str, attempt: int, cached_tokens: int) -> None:
-        """Tells the router in the background that the attempt has ended."""
-        request = router_pb2.ReleaseRequest(request_id=request_id, attempt=attempt, cached_tokens=cached_tokens)
+    def release(self, request: router_pb2.ReleaseRequest) -> None:
+        """Tells all routers in the background that an attempt has ended, and how."""
         for router in self._state.members("router"):
             stub = router_pb2_grpc.RouterStub(self.channel(router.grpc_address))
             self._spawn(_notice(stub.Release(request, timeout=_NOTICE_SECONDS)))

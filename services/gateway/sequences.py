@@ -17,6 +17,7 @@ import structlog
 
 from engine.hashing import block_hashes, root_hash
 from engine.request import FinishReason, SamplingParams, TokenOutput
+from services.gateway.attempt import Attempt
 from services.gateway.errors import ApiError, internal, timed_out, unavailable
 from services.gateway.placement import Placements, WorkerLost
 from services.gateway.token_socket import TokenSocket
@@ -56,13 +57,14 @@ class Sequence:
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.failure: ApiError | None = None
-        self.attempt = 0
+        self.attempt = 0  # number of the present one
         self.worker: router_pb2.Endpoint | None = None  # that decodes the present attempt
         self._placements = placements
         self._tokens = tokens
         self._wake = wake
         self._fresh: list[TokenOutput] = []
         self._excluded: list[str] = []
+        self._attempt = Attempt(0)
         self._placed = False
         self._lost = False
         self._changed = asyncio.Event()  # finished or lost
@@ -85,11 +87,15 @@ class Sequence:
                 await self._run_attempt()
         except ApiError as error:
             self.failure = error
+            if error.status < 500:
+                self._attempt.outcome = router_pb2.CLIENT_ERROR
         except Exception:
             log.exception("a sequence failed", request=self.spec.request_id)
             self.failure = internal()
         finally:
             self._tokens.unregister(self.spec.request_id)
+            if not self.ended:
+                self._attempt.outcome = router_pb2.ABORTED
             self._leave("the client is gone or has enough")
             self._wake()
 
@@ -97,26 +103,32 @@ class Sequence:
         """An output from a worker."""
         if output.attempt != self.attempt or self.ended or self._lost:
             return
+        known = len(self.output_token_ids)
         if output.finish_reason == "error":
+            self._attempt.outcome = router_pb2.WORKER_ERROR
             log.warning("a worker ended a request with an error", request=self.spec.request_id, error=output.error)
-            self.failure = timed_out() if time.monotonic() >= self.spec.deadline else internal()
+            self.failure = self._timed_out() if time.monotonic() >= self.spec.deadline else internal()
         elif output.finish_reason == "abort":
             self.lose("the worker aborted it", exclude=True)
             return
-        elif not self._append(output):
-            return
+        else:
+            is_new = self._append(output)
+            self._attempt.received(output, len(self.output_token_ids) - known)
+            if not is_new:
+                return
         if self.ended:
             self._changed.set()
         self._wake()
 
-    def lose(self, reason: str, *, exclude: bool) -> None:
-        """The present attempt is lost. `exclude`: its worker must not get the next one."""
+    def lose(self, reason: str, *, exclude: bool, outcome: router_pb2.Outcome = router_pb2.UNTOLD) -> None:
+        """The present attempt is lost. `exclude`: its worker must not get the next one. `outcome`: what it says."""
         if self.ended or self._lost or self.worker is None:
             return
         log.info("a request moves", request=self.spec.request_id, worker=self.worker.name, reason=reason)
         if exclude:
             self._excluded.append(self.worker.incarnation)
         self._lost = True
+        self._attempt.outcome = outcome
         self._changed.set()
 
     # Inside
@@ -137,6 +149,8 @@ class Sequence:
             output.index += known
         self.output_token_ids += output.token_ids
         self.finish_reason = output.finish_reason
+        if self.ended:
+            self._attempt.outcome = router_pb2.OK
         self._fresh.append(output)
         return True
 
@@ -146,23 +160,30 @@ class Sequence:
         if self.output_token_ids and len(self.output_token_ids) >= self.spec.sampling.max_tokens:
             self._end_at_max_tokens()
             return
+        self._attempt = Attempt(self.attempt)
         self._placed = True  # even if the answer does not come, the router may hold a reservation
         placement = await self._placements.place(self._place_request(), self.spec.deadline)
+        self._attempt.placed(placement)
         self.worker = placement.decode
         try:
             await self._placements.submit(self.worker, self._submit_request(placement), self.spec.deadline)
         except WorkerLost as error:
-            self.lose(str(error), exclude=True)
+            self.lose(str(error), exclude=True, outcome=error.outcome)
         try:
             async with asyncio.timeout(self.spec.deadline - time.monotonic()):
                 await self._changed.wait()
         except TimeoutError:
-            raise timed_out() from None
+            raise self._timed_out() from None
         if self._lost:
             self._leave("the request has moved")
             self.attempt += 1
             if self.attempt >= _MAX_ATTEMPTS:
                 raise unavailable("The request was moved too often")
+
+    def _timed_out(self) -> ApiError:
+        """The deadline is over: a fault of a worker that gave no token at all, not of one that had too much to give."""
+        self._attempt.outcome = router_pb2.UNTOLD if self._attempt.answers else router_pb2.TIMED_OUT
+        return timed_out()
 
     def _end_at_max_tokens(self) -> None:
         """All tokens are there; only the word that it has ended was lost."""
@@ -182,7 +203,7 @@ class Sequence:
         if self.worker is not None and self.finish_reason is None:
             self._placements.abort(self.worker, self.spec.request_id, self.attempt, reason)
         if self._placed:
-            self._placements.release(self.spec.request_id, self.attempt, self.cached_tokens)
+            self._placements.release(self._attempt.report(self.spec.request_id, self.cached_tokens))
         self.worker, self._placed = None, False
 
     def _place_request(self) -> router_pb2.PlaceRequest:

@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/router.proto\x12\ttandem.v1\"\xa0\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1a\n\x12local_prefill_only\x18\t \x01(\x08\x12\x1c\n\x14\x65xclude_incarnations\x18\n \x03(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12$\n\x06\x63hains\x18\x0c \x03(\x0b\x32\x14.tandem.v1.HashChain\x12\x0f\n\x07session\x18\r \x01(\tJ\x04\x08\x03\x10\x04\"1\n\tHashChain\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\">\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xed\x01\n\tPlacement\x12#\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12)\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x03 \x01(\r\x12\x1d\n\x15prefill_cached_blocks\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"C\n\x0cPrefixSource\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"L\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x0e\n\x0cReleaseReply\"!\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\":\n\x0c\x45xplainReply\x12*\n\nplacements\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Explanation\"\xa0\x01\n\x0b\x45xplanation\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bseconds_ago\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\x12$\n\x08rankings\x18\x07 \x03(\x0b\x32\x12.tandem.v1.Ranking\"R\n\x07Ranking\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\ncandidates\x18\x02 \x01(\r\x12%\n\x04\x62\x65st\x18\x03 \x03(\x0b\x32\x17.tandem.v1.RankedWorker\"\xce\x01\n\x0cRankedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x66\x65tchable_tokens\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x01\x12\x13\n\x0bkept_tokens\x18\x07 \x01(\x01\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\x1a\n\x12waiting_for_blocks\x18\t \x01(\r2\xbe\x01\n\x06Router\x12\x36\n\x05Place\x12\x17.tandem.v1.PlaceRequest\x1a\x14.tandem.v1.Placement\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12=\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x17.tandem.v1.ExplainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/router.proto\x12\ttandem.v1\"\xa0\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1a\n\x12local_prefill_only\x18\t \x01(\x08\x12\x1c\n\x14\x65xclude_incarnations\x18\n \x03(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12$\n\x06\x63hains\x18\x0c \x03(\x0b\x32\x14.tandem.v1.HashChain\x12\x0f\n\x07session\x18\r \x01(\tJ\x04\x08\x03\x10\x04\"1\n\tHashChain\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\">\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xed\x01\n\tPlacement\x12#\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12)\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x03 \x01(\r\x12\x1d\n\x15prefill_cached_blocks\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"C\n\x0cPrefixSource\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\x85\x02\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12#\n\x07outcome\x18\x04 \x01(\x0e\x32\x12.tandem.v1.Outcome\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\t\x12\x0f\n\x07prefill\x18\x06 \x01(\t\x12\x16\n\x0eprefill_failed\x18\x07 \x01(\x08\x12\x19\n\x0cttft_seconds\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\n \x01(\x01\x42\x0f\n\r_ttft_seconds\"\x0e\n\x0cReleaseReply\"!\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\":\n\x0c\x45xplainReply\x12*\n\nplacements\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Explanation\"\xa0\x01\n\x0b\x45xplanation\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bseconds_ago\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\x12$\n\x08rankings\x18\x07 \x03(\x0b\x32\x12.tandem.v1.Ranking\"R\n\x07Ranking\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\ncandidates\x18\x02 \x01(\r\x12%\n\x04\x62\x65st\x18\x03 \x03(\x0b\x32\x17.tandem.v1.RankedWorker\"\xce\x01\n\x0cRankedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x66\x65tchable_tokens\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x01\x12\x13\n\x0bkept_tokens\x18\x07 \x01(\x01\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\x1a\n\x12waiting_for_blocks\x18\t \x01(\r*g\n\x07Outcome\x12\n\n\x06UNTOLD\x10\x00\x12\x06\n\x02OK\x10\x01\x12\x10\n\x0c\x43LIENT_ERROR\x10\x02\x12\x10\n\x0cWORKER_ERROR\x10\x03\x12\x08\n\x04LOST\x10\x04\x12\r\n\tTIMED_OUT\x10\x05\x12\x0b\n\x07\x41\x42ORTED\x10\x06\x32\xbe\x01\n\x06Router\x12\x36\n\x05Place\x12\x17.tandem.v1.PlaceRequest\x1a\x14.tandem.v1.Placement\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12=\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x17.tandem.v1.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_OUTCOME']._serialized_start=1586
+  _globals['_OUTCOME']._serialized_end=1689
   _globals['_PLACEREQUEST']._serialized_start=41
   _globals['_PLACEREQUEST']._serialized_end=329
   _globals['_HASHCHAIN']._serialized_start=331
@@ -41,20 +43,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLACEMENT']._serialized_end=684
   _globals['_PREFIXSOURCE']._serialized_start=686
   _globals['_PREFIXSOURCE']._serialized_end=753
-  _globals['_RELEASEREQUEST']._serialized_start=755
-  _globals['_RELEASEREQUEST']._serialized_end=831
-  _globals['_RELEASEREPLY']._serialized_start=833
-  _globals['_RELEASEREPLY']._serialized_end=847
-  _globals['_EXPLAINREQUEST']._serialized_start=849
-  _globals['_EXPLAINREQUEST']._serialized_end=882
-  _globals['_EXPLAINREPLY']._serialized_start=884
-  _globals['_EXPLAINREPLY']._serialized_end=942
-  _globals['_EXPLANATION']._serialized_start=945
-  _globals['_EXPLANATION']._serialized_end=1105
-  _globals['_RANKING']._serialized_start=1107
-  _globals['_RANKING']._serialized_end=1189
-  _globals['_RANKEDWORKER']._serialized_start=1192
-  _globals['_RANKEDWORKER']._serialized_end=1398
-  _globals['_ROUTER']._serialized_start=1401
-  _globals['_ROUTER']._serialized_end=1591
+  _globals['_RELEASEREQUEST']._serialized_start=756
+  _globals['_RELEASEREQUEST']._serialized_end=1017
+  _globals['_RELEASEREPLY']._serialized_start=1019
+  _globals['_RELEASEREPLY']._serialized_end=1033
+  _globals['_EXPLAINREQUEST']._serialized_start=1035
+  _globals['_EXPLAINREQUEST']._serialized_end=1068
+  _globals['_EXPLAINREPLY']._serialized_start=1070
+  _globals['_EXPLAINREPLY']._serialized_end=1128
+  _globals['_EXPLANATION']._serialized_start=1131
+  _globals['_EXPLANATION']._serialized_end=1291
+  _globals['_RANKING']._serialized_start=1293
+  _globals['_RANKING']._serialized_end=1375
+  _globals['_RANKEDWORKER']._serialized_start=1378
+  _globals['_RANKEDWORKER']._serialized_end=1584
+  _globals['_ROUTER']._serialized_start=1692
+  _globals['_ROUTER']._serialized_end=1882
 # @@protoc_insertion_point(module_scope)

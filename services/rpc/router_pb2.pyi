@@ -1,10 +1,28 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNTOLD: _ClassVar[Outcome]
+    OK: _ClassVar[Outcome]
+    CLIENT_ERROR: _ClassVar[Outcome]
+    WORKER_ERROR: _ClassVar[Outcome]
+    LOST: _ClassVar[Outcome]
+    TIMED_OUT: _ClassVar[Outcome]
+    ABORTED: _ClassVar[Outcome]
+UNTOLD: Outcome
+OK: Outcome
+CLIENT_ERROR: Outcome
+WORKER_ERROR: Outcome
+LOST: Outcome
+TIMED_OUT: Outcome
+ABORTED: Outcome
 
 class PlaceRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model", "chains", "session")
@@ -77,14 +95,28 @@ class PrefixSource(_message.Message):
     def __init__(self, worker: _Optional[_Union[Endpoint, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "cached_tokens")
+    __slots__ = ("request_id", "attempt", "cached_tokens", "outcome", "decode", "prefill", "prefill_failed", "ttft_seconds", "output_tokens", "decode_seconds")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FAILED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    outcome: Outcome
+    decode: str
+    prefill: str
+    prefill_failed: bool
+    ttft_seconds: float
+    output_tokens: int
+    decode_seconds: float
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., decode: _Optional[str] = ..., prefill: _Optional[str] = ..., prefill_failed: _Optional[bool] = ..., ttft_seconds: _Optional[float] = ..., output_tokens: _Optional[int] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ()

@@ -28,7 +28,7 @@ from kv_transfer.states import ReceiverState
 from services.rpc import router_pb2, transfer_pb2
 from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
-from services.worker.links import Link, Links
+from services.worker.links import Link, LinkLost, Links
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefix_costs import PrefixCosts
 from services.worker.room import Room
@@ -41,6 +41,7 @@ _LEASE_SECONDS = 5.0
 _LATE_BYTES_SECONDS = 5.0  # without another byte after the word that all were sent: the rest will not come
 _POLL_SECONDS = 0.001
 _TIMER_SECONDS = 0.001  # a timer may go off so much before its time
+_NO_FAILURES = (rx.TOO_LATE, rx.UNHEARD)  # reasons for which a prefill worker that delivers is left
 _FETCH_OUTCOMES = {rx.TOO_LATE: "late", rx.DAMAGED: "damaged"}  # of failures, by reason
 
 
@@ -95,6 +96,7 @@ class KvReceiver:
         # Fetches under way. True: it came, or would not come for others, either; False: its request was aborted.
         self._fetching: dict[Prefix, asyncio.Future[bool]] = {}
         hello = transfer_pb2.ReceiverHello(incarnation=incarnation, name=name, fingerprint=fingerprint, layout=layout)
+        self._failed: set[str] = set()  # requests whose prefill worker did not deliver, until the gateway is told
         self._links = Links(hello, self._connectors, key, metrics, self._on_frame, self._on_link_lost)
         self._room = Room(engine, metrics)
         for connector in connectors:
@@ -131,6 +133,7 @@ class KvReceiver:
 
     def abort(self, key: str, reason: str) -> bool:
         """Ends the transfer of a request that is not wanted any more. False: there is none, the engine has it."""
+        self._failed.discard(key)
         if task := self._starting.get(key):
             task.cancel()
             self._engine.post(lambda: self._engine.engine.abort(key))
@@ -141,6 +144,12 @@ class KvReceiver:
         self._count(receiving, "aborted")
         self._carry_out(receiving, receiving.machine.abort(reason, time.monotonic()))
         return True
+
+    def has_failed(self, key: str) -> bool:
+        """Whether a request's prefill worker did not deliver. Tells it once."""
+        if failed := key in self._failed:
+            self._failed.remove(key)
+        return failed
 
     def blocks_freed(self) -> None:
         """A step ended: the first request that waits for room tries again."""
@@ -207,6 +216,8 @@ class KvReceiver:
             log.warning("prefill goes local", request=key, reason=reason)
             timeline.mark("recomputed", reason)
             self._metrics.transfers.labels("recomputed").inc()
+            if isinstance(error, LinkLost):
+                self._failed.add(key)
             await self._engine.call(partial(self._compute, request))
             return
         order = Order(
@@ -425,6 +436,8 @@ class KvReceiver:
         log.warning("KV transfer failed, the prompt is computed here", request=receiving.request_id, reason=reason)
         if not receiving.fetches:
             self._count(receiving, "recomputed")
+            if reason not in _NO_FAILURES:
+                self._failed.add(receiving.request_id)
             return
         self._count(receiving, _FETCH_OUTCOMES.get(reason, otherwise))
         if reason == rx.TOO_LATE:

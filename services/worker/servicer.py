@@ -155,6 +155,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 continue  # aborted, or a prefill for another worker
             if output.finish_reason is not None:
                 del self.admitted[output.request_id]
+            output.prefill_failed = self._receiver.has_failed(output.request_id)
             output.request_id = admitted.request_id
             by_gateway[admitted.reply_to].append(output)
         for reply_to, batch in by_gateway.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.hashing import block_hashes, root_hash
@@ -79,7 +80,7 @@ class Router(router_pb2_grpc.RouterServicer):
     def __init__(self, workers: list[Worker]) -> None:
         self.workers = workers
         self.placed: list[router_pb2.PlaceRequest] = []
-        self.released: list[int] = []
+        self.reports: list[router_pb2.ReleaseRequest] = []
         self.server = RpcServer("127.0.0.1", 0, None, CollectorRegistry())
         router_pb2_grpc.add_RouterServicer_to_server(self, self.server.server)
 
@@ -96,8 +97,17 @@ class Router(router_pb2_grpc.RouterServicer):
         raise AssertionError
 
     async def Release(self, request: router_pb2.ReleaseRequest, context: Any) -> router_pb2.ReleaseReply:
-        self.released.append(request.attempt)
+        self.reports.append(request)
         return router_pb2.ReleaseReply()
+
+    @property
+    def released(self) -> list[int]:
+        return [report.attempt for report in self.reports]
+
+    @property
+    def outcomes(self) -> dict[int, router_pb2.Outcome]:
+        """By attempt."""
+        return {report.attempt: report.outcome for report in self.reports}
 
 
 class Setting:
@@ -187,6 +197,9 @@ async def test_all_goes_well() -> None:
         assert (sequence.finish_reason, sequence.failure) == ("length", None)
         assert taken(sequence) == sequence.output_token_ids == OUTPUT
         await eventually(lambda: all_.router.released == [0])
+        (report,) = all_.router.reports
+        assert (report.outcome, report.decode, report.prefill) == (router_pb2.OK, "a" * 32, "")
+        assert report.output_tokens == 4 and report.ttft_seconds > 0 and not report.prefill_failed
         assert [(chain.layout, len(chain.block_hashes)) for chain in all_.router.placed[0].chains] == [("l1", 2)]
         assert all_.router.workers[0].aborted == []
 
@@ -236,6 +249,45 @@ async def test_lost_tokens_are_computed_again() -> None:
         assert [request.attempt for request in worker.submitted] == [0, 1]
         assert list(worker.submitted[1].output_token_ids) == [11]
         await eventually(lambda: worker.aborted == [0] and sorted(all_.router.released) == [0, 1])
+        # What got lost on the way says nothing of the worker.
+        assert all_.router.outcomes == {0: router_pb2.UNTOLD, 1: router_pb2.OK}
+        assert sorted((report.attempt, report.output_tokens) for report in all_.router.reports) == [(0, 1), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, router_pb2.CLIENT_ERROR),
+        (grpc.StatusCode.INTERNAL, router_pb2.WORKER_ERROR),
+        (grpc.StatusCode.UNAVAILABLE, router_pb2.LOST),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, router_pb2.UNTOLD),
+        (grpc.StatusCode.FAILED_PRECONDITION, router_pb2.UNTOLD),
+    ],
+)
+async def test_what_a_refusal_says_of_a_worker(code: grpc.StatusCode, outcome: router_pb2.Outcome) -> None:
+    def refuses(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        raise grpc.RpcError(code)
+
+    async with setting([refuses], [finish]) as all_:
+        await all_.sequence().run()
+        moved = outcome != router_pb2.CLIENT_ERROR
+        await eventually(lambda: len(all_.router.reports) == 1 + moved)
+        assert all_.router.outcomes == {0: outcome} | ({1: router_pb2.OK} if moved else {})
+        assert {report.attempt: report.decode[0] for report in all_.router.reports}[0] == "a"
+        assert not any(report.HasField("ttft_seconds") for report in all_.router.reports if not report.attempt)
+
+
+async def test_router_hears_that_a_prefill_worker_did_not_deliver() -> None:
+    """Also where the first token has come from that worker, so that the other's is known already."""
+
+    def recomputes(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        first, *others = finish(worker, request)
+        return [first, output(request, 0, [11], prefill_failed=True), *others]
+
+    async with setting([recomputes]) as all_:
+        await all_.sequence().run()
+        await eventually(lambda: bool(all_.router.reports))
+        assert all_.router.reports[0].prefill_failed and all_.router.reports[0].output_tokens == len(OUTPUT)
 
 
 async def test_a_worker_that_aborts_or_refuses_is_excluded() -> None:
@@ -330,6 +382,7 @@ async def test_the_deadline_ends_it() -> None:
         await sequence.run()
         assert sequence.failure is not None and sequence.failure.status == 504
         await eventually(lambda: all_.router.workers[0].aborted == [0] and all_.router.released == [0])
+        assert all_.router.outcomes == {0: router_pb2.TIMED_OUT}
 
 
 async def test_a_client_that_leaves_is_told_to_worker_and_router() -> None:
@@ -344,6 +397,7 @@ async def test_a_client_that_leaves_is_told_to_worker_and_router() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await running
         await eventually(lambda: all_.router.workers[0].aborted == [0] and all_.router.released == [0])
+        assert all_.router.outcomes == {0: router_pb2.ABORTED}
 
 
 async def test_garbage_on_the_token_socket_is_dropped() -> None:

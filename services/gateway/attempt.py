@@ -1,0 +1,54 @@
+"""One attempt of a sequence, as the router hears of it when it has ended."""
+
+from __future__ import annotations
+
+import time
+
+from engine.request import TokenOutput
+from services.rpc import router_pb2
+
+
+class Attempt:
+    """The number, the workers, the times and the end of an attempt."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.outcome: router_pb2.Outcome = router_pb2.UNTOLD
+        self._prefill = ""
+        self._decode = ""
+        self._prefill_failed = False
+        self._placed_at = self._first_at = self._last_at = 0.0  # monotonic seconds
+        self._output_tokens = 0
+
+    @property
+    def answers(self) -> bool:
+        """Whether a token has come."""
+        return self._output_tokens > 0
+
+    def placed(self, placement: router_pb2.Placement) -> None:
+        """Its workers are chosen."""
+        self._placed_at = time.monotonic()
+        self._decode, self._prefill = placement.decode.incarnation, placement.prefill.incarnation
+
+    def received(self, output: TokenOutput, new_tokens: int) -> None:
+        """An output of this attempt came, with so many tokens that were not known yet."""
+        self._prefill_failed |= output.prefill_failed
+        if new_tokens:
+            self._last_at = time.monotonic()
+            self._first_at = self._first_at or self._last_at
+            self._output_tokens += new_tokens
+
+    def report(self, request_id: str, cached_tokens: int) -> router_pb2.ReleaseRequest:
+        """What is told of it."""
+        return router_pb2.ReleaseRequest(
+            request_id=request_id,
+            attempt=self.number,
+            cached_tokens=cached_tokens,
+            outcome=self.outcome,
+            decode=self._decode,
+            prefill=self._prefill,
+            prefill_failed=self._prefill_failed,
+            ttft_seconds=self._first_at - self._placed_at if self.answers else None,
+            output_tokens=self._output_tokens,
+            decode_seconds=self._last_at - self._first_at,
+        )
