@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from kv_transfer.states import ReceiverState
 from services.rpc import router_pb2, transfer_pb2
 from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
+from services.worker.incoming import Prefix, Receiving
 from services.worker.links import Link, LinkLost, Links
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefix_costs import PrefixCosts
@@ -43,30 +43,6 @@ _POLL_SECONDS = 0.001
 _TIMER_SECONDS = 0.001  # a timer may go off so much before its time
 _NO_FAILURES = (rx.TOO_LATE, rx.UNHEARD)  # reasons for which a prefill worker that delivers is left
 _FETCH_OUTCOMES = {rx.TOO_LATE: "late", rx.DAMAGED: "damaged"}  # of failures, by reason
-
-
-Prefix = tuple[str, tuple[int, ...]]  # salt and tokens
-
-
-@dataclass(slots=True)
-class Receiving:
-    """One transfer under way."""
-
-    request_id: str  # of the engine's reservation
-    machine: rx.ReceiverTransfer
-    link: Link
-    connector: ReceiverConnector  # the one that may write
-    blocks: list[BlockRef]  # pages of all ranks for each block
-    timeline: Timeline
-    started: float
-    landed_at: float = 0.0
-    quarantine: list[int] = field(default_factory=list)  # blocks that the writer may still write
-    prefix: Prefix | None = None  # what others wait for that want the same
-
-    @property
-    def fetches(self) -> bool:
-        """Whether it brings what a peer has cached, rather than a prompt that the peer computes."""
-        return self.machine.order.cached_only
 
 
 class KvReceiver:

@@ -37,9 +37,10 @@ from services.rpc_server import RpcServer
 from services.worker import links, prefix_costs, receiving
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
+from services.worker.incoming import Receiving
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefix_costs import PrefixCosts
-from services.worker.receiving import KvReceiver, Receiving
+from services.worker.receiving import KvReceiver
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
 from services.worker.timelines import Timelines
