@@ -45,6 +45,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers.  [default: 1]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.  [default: 1]")] = None,
     aggregated: Annotated[int, typer.Option(help="Workers that do both; then no others by default.")] = 0,
+    routers: Annotated[int, typer.Option(help="Routers; requests are spread over them.")] = 1,
     host: Annotated[str | None, typer.Option(help="Address of the HTTP port.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.  [default: 8000]")] = None,
     state: Annotated[
@@ -161,7 +162,7 @@ def up(
     configure("warning", "console")  # the children speak for themselves
     given = {name: value for name, value in flags.items() if value is not None}
     role_settings = {"prefill": prefill_setting or [], "decode": decode_setting or []}
-    options = UpOptions(prefill, decode, aggregated, json, config or config_file(), given, role_settings)
+    options = UpOptions(prefill, decode, aggregated, routers, json, config or config_file(), given, role_settings)
     with _told(StartFailed, StateServerError):
         run(start(options))
 

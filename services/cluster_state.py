@@ -31,9 +31,17 @@ _TIMEOUT_SECONDS = 0.5  # of any one Redis operation
 _SILENCE_SECONDS = 5.0  # without any news: the connection may be dead
 _OLDEST_VERSION = 7
 _ROLES = ("gateway", "router", "prefill", "decode", "aggregated")
-_ERRORS = (redis.exceptions.RedisError, OSError, TimeoutError, asyncio.TimeoutError)
+REDIS_ERRORS = (redis.exceptions.RedisError, OSError, TimeoutError, asyncio.TimeoutError)
 
 Change = Callable[[str, cluster_pb2.Member], None]  # ("joined" | "updated" | "left", member)
+
+
+def redis_client(url: str, timeout: float = _TIMEOUT_SECONDS) -> redis.asyncio.Redis:
+    """A connection whose operations end within `timeout` seconds, by one of REDIS_ERRORS if they fail."""
+    # Retries inside the client would stretch an operation to many seconds; the loops of its users try again anyway.
+    return redis.asyncio.Redis.from_url(
+        url, socket_timeout=timeout, socket_connect_timeout=_TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0)
+    )
 
 
 class ModelMismatch(Exception):
@@ -44,14 +52,8 @@ class ClusterState:
     """One process's connection to the cluster state at `url`, under the key prefix `cluster`."""
 
     def __init__(self, url: str, cluster: str) -> None:
-        # Retries inside the client would stretch an operation to many seconds; the loops here try again anyway.
-        def client(timeout: float) -> redis.asyncio.Redis:
-            return redis.asyncio.Redis.from_url(
-                url, socket_timeout=timeout, socket_connect_timeout=_TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0)
-            )
-
-        self._redis = client(_TIMEOUT_SECONDS)
-        self._listener = client(_SILENCE_SECONDS)
+        self._redis = redis_client(url)
+        self._listener = redis_client(url, _SILENCE_SECONDS)
         self._prefix = f"{cluster}:member:"
         self._channel = f"{cluster}:changes"
         self._model_key = f"{cluster}:model"
@@ -74,7 +76,7 @@ class ClusterState:
                 version = await self._version()
                 await self._resync()
                 break
-            except _ERRORS as error:
+            except REDIS_ERRORS as error:
                 if time.monotonic() > deadline:
                     raise ConnectionError(f"the cluster state does not answer ({error}); is --state right?") from error
                 await asyncio.sleep(0.1)
@@ -107,7 +109,7 @@ class ClusterState:
 
     async def announce(self) -> None:
         """Tells a change of the own member (load, draining) now rather than with the next beat."""
-        with contextlib.suppress(*_ERRORS):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._beat()
 
     async def close(self) -> None:
@@ -118,7 +120,7 @@ class ClusterState:
         if self._tasks:
             # A client library may turn a cancellation into its own timeout: the loops look at `_closing`, too.
             await asyncio.wait(self._tasks, timeout=1.0)
-        with contextlib.suppress(*_ERRORS):
+        with contextlib.suppress(*REDIS_ERRORS):
             async with asyncio.timeout(2.0):
                 if self._own is not None:
                     await self._redis.delete(self._prefix + self._own.incarnation)
@@ -161,7 +163,7 @@ class ClusterState:
             try:
                 await self._beat()
                 beaten = True
-            except _ERRORS:
+            except REDIS_ERRORS:
                 beaten = False
             # A store that does not answer takes less: then this process, or its machine, stood still.
             if time.monotonic() - begun > _STANDSTILL_SECONDS:
@@ -180,7 +182,7 @@ class ClusterState:
             await asyncio.sleep(_RESYNC_SECONDS * random.uniform(0.8, 1.2))
             try:
                 await self._resync()
-            except _ERRORS as error:
+            except REDIS_ERRORS as error:
                 if self.connected:
                     log.warning("the cluster state is lost; serving goes on with what is known", error=str(error))
                 self.connected = False
@@ -215,7 +217,7 @@ class ClusterState:
                         message = await pubsub.get_message(ignore_subscribe_messages=True, timeout=0.5)
                         if message is not None:
                             await self._refresh(message["data"].decode(errors="replace"))
-            except _ERRORS:
+            except REDIS_ERRORS:
                 await asyncio.sleep(random.uniform(0.2, 0.6))
 
     async def _refresh(self, incarnation: str) -> None:

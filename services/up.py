@@ -50,6 +50,7 @@ class UpOptions:
     prefill: int | None = None
     decode: int | None = None
     aggregated: int = 0
+    routers: int = 1
     json: bool = False
     config: Path | None = None
     flags: dict[str, Any] = field(default_factory=dict)  # settings of any role, by field name
@@ -210,7 +211,15 @@ def _roles(options: UpOptions) -> list[str]:
         raise StartFailed("--prefill, --decode and --aggregated count workers: none can be negative")
     if decode + options.aggregated == 0:
         raise StartFailed("nobody would decode: give at least --decode 1 or --aggregated 1")
-    return ["router", "gateway"] + ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * options.aggregated
+    if options.routers < 1:
+        raise StartFailed("nobody would place requests: give at least --routers 1")
+    return (
+        ["router"] * options.routers
+        + ["gateway"]
+        + ["prefill"] * prefill
+        + ["decode"] * decode
+        + ["aggregated"] * options.aggregated
+    )
 
 
 def _settings(options: UpOptions, roles: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -283,7 +292,7 @@ def _children(roles: list[str], environment: dict[str, str], of_roles: dict[str,
     devices = 0  # given out
     for role in roles:
         number = counts[role] = counts.get(role, -1) + 1
-        name = role if role in ("router", "gateway") else f"{role}-{number}"
+        name = f"{role}-{number}" if number or role in _WORKER_ROLES else role
         command = [sys.executable, "-m", "services.cli", "serve", role]
         own = {f"TANDEM_{setting.upper()}": str(value) for setting, value in of_roles.get(role, {}).items()}
         if role in _WORKER_ROLES:

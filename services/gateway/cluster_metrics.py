@@ -21,7 +21,7 @@ _MEMBER_SECONDS = 1.0
 
 
 class _Collected(Collector):
-    """Families of several processes, merged by name."""
+    """Families of several processes, merged by name. A label of a sample's own is kept as it is."""
 
     def __init__(self) -> None:
         self._families: dict[str, Metric] = {}
@@ -33,7 +33,7 @@ class _Collected(Collector):
             if merged is None:
                 merged = self._families[family.name] = Metric(family.name, family.documentation, family.type)
             for sample in family.samples:
-                merged.add_sample(sample.name, {**sample.labels, **labels}, sample.value)
+                merged.add_sample(sample.name, labels | sample.labels, sample.value)
 
     def collect(self) -> list[Metric]:
         """All families."""

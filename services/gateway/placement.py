@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -129,7 +130,9 @@ class Placements:
                     if self.asleep:
                         raise unavailable("All workers are asleep; `tandem wake` wakes them", _WAKING_SECONDS)
                     request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
-                    stub = router_pb2_grpc.RouterStub(self.channel(self._router_address(attempt.num)))
+                    stub = router_pb2_grpc.RouterStub(
+                        self.channel(self._router_address(request.request_id, attempt.num))
+                    )
                     placement: router_pb2.Placement = await answer_of(stub.Place(request, timeout=_PLACE_SECONDS))
                     return placement
         except (NoRouter, ChannelClosed):
@@ -179,11 +182,12 @@ class Placements:
 
     # Inside
 
-    def _router_address(self, attempt: int) -> str:
+    def _router_address(self, request_id: str, attempt: int) -> str:
+        """Requests are spread over all routers; each further attempt goes to the next one."""
         routers = sorted(self._state.members("router"), key=lambda member: member.incarnation)
         if not routers:
             raise NoRouter
-        return routers[(attempt - 1) % len(routers)].grpc_address
+        return routers[(zlib.crc32(request_id.encode()) + attempt - 1) % len(routers)].grpc_address
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

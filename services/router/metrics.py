@@ -37,3 +37,8 @@ class RouterMetrics:
         self.full = Gauge(
             "tandem_router_workers_full", "Decode workers where requests wait for KV blocks", registry=registry
         )
+        self.staleness = Gauge(
+            "tandem_router_staleness_seconds",
+            "Since another router was heard, of the one silent for longest; 0: there is no other",
+            registry=registry,
+        )

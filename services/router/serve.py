@@ -12,7 +12,8 @@ import structlog
 
 from services.cluster_state import ClusterState
 from services.config import RouterConfig
-from services.process import new_incarnation, stop_signal
+from services.process import stop_signal
+from services.router.load_stream import LoadStream
 from services.router.service import RouterService
 from services.rpc import cluster_pb2, router_pb2_grpc
 from services.rpc_server import RpcServer
@@ -31,12 +32,14 @@ async def serve(config: RouterConfig) -> None:
     state = ClusterState(config.state, config.cluster)
     await state.connect()
     state.on_change(service.on_change)
+    stream = LoadStream(config.state, config.cluster, service.shared, service.has_news)
+    sharing = asyncio.ensure_future(stream.run())
     await rpc.start()
     await state.register(
         cluster_pb2.Member(
             name=config.name or "router",
             role="router",
-            incarnation=new_incarnation(),
+            incarnation=service.incarnation,
             grpc_address=rpc.address,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -46,7 +49,11 @@ async def serve(config: RouterConfig) -> None:
     log.info("ready", role="router", address=rpc.address, policy=config.policy)
     while not stop.is_set():
         service.tick(time.monotonic())
+        if sharing.done():
+            sharing.result()  # raises what must not go unnoticed
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), 1.0)
     await state.close()
+    sharing.cancel()
+    await stream.close()
     await rpc.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from typing import Any
@@ -14,8 +15,10 @@ import zmq
 from router.placer import Placed, Placer
 from router.policies import session_key
 from router.policy import NoWorker, Way
+from router.shared_load import SharedLoad
 from router.snapshot import Ask
 from services.config import RouterConfig
+from services.process import new_incarnation
 from services.router.cache_watcher import CacheWatcher
 from services.router.explanations import Explanations
 from services.router.metrics import RouterMetrics
@@ -48,9 +51,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._watchers: dict[int, CacheWatcher] = {}
         self._explanations = Explanations(config.policy)
         self._say_alone_at = 0.0
+        self.incarnation = new_incarnation()
+        self.shared = SharedLoad(self.incarnation, self._placer)
+        self.has_news = asyncio.Event()  # for other routers
+        self.metrics.blocks.set_function(lambda: len(self._placer.index))
+        self.metrics.reservations.set_function(lambda: len(self._placer.reservations))
+        self.metrics.staleness.set_function(lambda: self.shared.staleness(time.monotonic()))
 
     def on_change(self, change: str, member: cluster_pb2.Member) -> None:
-        """Follows the membership of workers."""
+        """Follows the membership of workers and of other routers."""
+        if member.role == "router":
+            if change == "left":
+                self.shared.leave(member.incarnation)
+            else:
+                self.shared.join(member.incarnation, time.monotonic())
         if member.role not in _WORKER_ROLES or not member.model.block_size:
             return
         if change == "left":
@@ -116,6 +130,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             )
         except NoWorker as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
+        self.shared.booked((request.request_id, request.attempt), chains)
+        self.has_news.set()
         way = placed.decision.way
         self.metrics.placements.labels(way.value).inc()
         self.metrics.fetches.inc(placed.source is not None)
@@ -137,6 +153,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ReleaseReply:
         """Ends the booking of an attempt."""
         reservation = self._placer.reservations.release(request.request_id, request.attempt)
+        self.shared.released((request.request_id, request.attempt))
+        self.has_news.set()
         if reservation is not None:
             size = self._members[reservation.decode].model.block_size
             self.metrics.overlap.labels("predicted").inc(reservation.predicted_tokens / size)
@@ -144,10 +162,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return router_pb2.ReleaseReply()
 
     def tick(self, now: float) -> None:
-        """Once a second: leases and gauges."""
+        """Once a second: leases."""
         self._placer.tick(now)
-        self.metrics.blocks.set(len(self._placer.index))
-        self.metrics.reservations.set(len(self._placer.reservations))
+        self.shared.tick(now)
 
     def _say_alone(self, now: float) -> None:
         """A cluster in which decode workers compute the prompts answers all the same, so that nobody might notice."""

@@ -1,0 +1,160 @@
+"""Several routers in a real cluster: they share the load of requests over HTTP, and die under them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+OPTIONS = ("--aggregated", "2", "--threads", "1", "--dummy-seed", "1", "--kv-memory", "64MiB")
+
+
+def started(folder: Path, routers: int) -> Cluster:
+    return start_cluster(folder, "--routers", str(routers), *OPTIONS, model=str(tiny_model(folder / "tiny")))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = started(tmp_path_factory.mktemp("two"), 2)
+    yield cluster
+    stop_cluster(cluster)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = started(tmp_path_factory.mktemp("one"), 1)
+    yield cluster
+    stop_cluster(cluster)
+
+
+def ask(cluster: Cluster, first: int, tokens: int = 4) -> httpx.Response:
+    body = {"model": cluster.model, "prompt": [first, *range(500, 630)], "max_tokens": tokens, "ignore_eos": True}
+    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+
+
+def wait_for(cluster: Cluster, name: str, value: float, **labels: str) -> None:
+    deadline = time.monotonic() + 20
+    while cluster.metric(name, **labels) != value:
+        assert time.monotonic() < deadline, f"{name} {labels} is {cluster.metric(name, **labels)}, not {value}"
+        time.sleep(0.1)
+
+
+class Clients:
+    """Requests one after the other in several threads, until the end of the block; none may fail."""
+
+    def __init__(self, cluster: Cluster, threads: int = 4) -> None:
+        self.statuses: list[int] = []
+        self._cluster = cluster
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(threads)]
+
+    def _run(self, number: int) -> None:
+        while not self._over.is_set():
+            self.statuses.append(ask(self._cluster, number).status_code)
+
+    def wait(self, more: int) -> None:
+        """Until so many more have been answered."""
+        target, deadline = len(self.statuses) + more, time.monotonic() + 60
+        while len(self.statuses) < target:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def __enter__(self) -> "Clients":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+class Streams:
+    """Long answers under way at once, which are cut at the end of the block."""
+
+    def __init__(self, cluster: Cluster, count: int) -> None:
+        body = {"model": cluster.model, "prompt": list(range(500, 600)), "max_tokens": 1900, "ignore_eos": True}
+        self._lines = []  # a generator that is dropped would end its answer
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                url = f"{cluster.url}/v1/completions"
+                answer = stack.enter_context(httpx.stream("POST", url, json=body | {"stream": True}, timeout=60))
+                self._lines.append(answer.iter_lines())
+                assert next(self._lines[-1])
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Streams":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def kill_router(cluster: Cluster, name: str) -> None:
+    """SIGKILL; the supervisor starts another one."""
+    os.kill(cluster.pids[name], signal.SIGKILL)
+
+
+def test_both_place_and_both_know_the_load_of_both(two: Cluster) -> None:
+    names = ("router", "router-1")
+    assert set(names) <= two.pids.keys()
+    for number in range(24):
+        assert ask(two, 100 + number).status_code == 200
+    placed = [two.metric("tandem_router_placements_total", worker=name) for name in names]
+    assert sum(placed) == 24 and min(placed) > 0
+    with Streams(two, 6):
+        for name in names:
+            wait_for(two, "tandem_router_reservations", 6, worker=name)
+    for name in names:  # their ends reach both, too
+        wait_for(two, "tandem_router_reservations", 0, worker=name)
+        assert 0 < two.metric("tandem_router_staleness_seconds", worker=name) < 5
+
+
+def test_a_prefix_that_one_has_routed_attracts_at_the_other(two: Cluster) -> None:
+    answers = [ask(two, 300).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(12)]
+    assert answers == [0] + [128] * 11
+
+
+def test_a_killed_router_fails_no_request_where_there_is_another(two: Cluster) -> None:
+    with Clients(two) as clients:
+        clients.wait(8)
+        for name in ("router", "router-1"):
+            kill_router(two, name)
+            clients.wait(40)
+            event = two.wait_event("restarted", 30)
+            assert event["name"] == name
+            wait_for(two, "tandem_router_workers", 2, worker=name, role="aggregated")
+            clients.wait(8)
+    assert set(clients.statuses) == {200}
+    for name in ("router", "router-1"):
+        wait_for(two, "tandem_router_reservations", 0, worker=name)
+
+
+def test_the_only_router_is_waited_for(one: Cluster) -> None:
+    """Cold, it knows what the workers hold again: the same prompt is found where it lies."""
+    assert ask(one, 1).status_code == 200
+    blocks = one.metric("tandem_router_index_blocks")
+    with Clients(one) as clients:
+        clients.wait(8)
+        kill_router(one, "router")
+        clients.wait(20)
+    assert set(clients.statuses) == {200}
+    wait_for(one, "tandem_router_reservations", 0)
+    assert one.metric("tandem_router_index_blocks") >= blocks
+    assert ask(one, 1).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+
+
+def test_a_cluster_has_a_router() -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--routers", "0"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode and "--routers 1" in refused.stderr

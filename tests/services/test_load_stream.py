@@ -1,0 +1,162 @@
+"""Routers that hear each other over a real Redis, which is emptied, stopped and started again."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+import redis
+from router_cluster import Cluster, chain, cluster, eventually
+from structlog.testing import capture_logs
+
+from services.embedded_state import find_server
+from services.router.load_stream import LoadStream
+from services.rpc import cluster_pb2, router_pb2
+
+
+class Store:
+    """A server at one port, without a password, that comes back empty."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.start()
+
+    def start(self) -> None:
+        command = [find_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        self._process = subprocess.Popen([*command, "--dir", tempfile.gettempdir()], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        with redis.Redis.from_url(self.url) as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.ConnectionError:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def empty(self) -> None:
+        with redis.Redis.from_url(self.url) as client:
+            client.flushall()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store()
+    yield made
+    made.stop()
+
+
+@contextlib.asynccontextmanager
+async def linked(url: str, *routers: Cluster) -> AsyncIterator[None]:
+    """They know and hear each other."""
+    streams = [LoadStream(url, "test", router.service.shared, router.service.has_news) for router in routers]
+    tasks = [asyncio.ensure_future(stream.run()) for stream in streams]
+    for router in routers:
+        for other in routers:
+            member = cluster_pb2.Member(name="router", role="router", incarnation=other.service.incarnation)
+            router.service.on_change("joined", member)
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for stream in streams:
+            await stream.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def reservations(router: Cluster) -> float:
+    router.service.tick(time.monotonic())
+    return await router.metric("tandem_router_reservations")
+
+
+async def agree(count: int, *routers: Cluster) -> None:
+    """Until all know of so many."""
+
+    async def known() -> bool:
+        return [await reservations(router) for router in routers] == [count] * len(routers)
+
+    await eventually(known)
+
+
+async def test_load_and_what_it_leaves_are_known_to_all(store: Store) -> None:
+    async with cluster() as first, cluster() as second, linked(store.url, first, second):
+        for worker in [await first.join(incarnation) for incarnation in "abcd"]:
+            second.service.on_change("joined", worker.member)
+        placed = await first.place(chain("x"), request_id="q")
+        await agree(1, first, second)
+        for number in range(8):
+            answer = await second.place(chain("x"), request_id=f"s{number}")
+            assert number or answer.decode.incarnation == placed.decode.incarnation  # the next ones spread
+        await agree(9, first, second)
+        for number in range(8):  # either of them may be told
+            router = (first, second)[number % 2].router
+            await router.Release(router_pb2.ReleaseRequest(request_id=f"s{number}"))
+        await agree(1, first, second)
+        await first.router.Release(router_pb2.ReleaseRequest(request_id="q"))
+        await agree(0, first, second)
+        assert 0 < await first.metric("tandem_router_staleness_seconds") < 5
+
+
+async def test_a_store_that_is_emptied_or_comes_back_loses_nothing_for_long(store: Store) -> None:
+    async with cluster() as first, cluster() as second, linked(store.url, first, second):
+        second.service.on_change("joined", (await first.join("a")).member)
+        await first.place(request_id="q")
+        await agree(1, first, second)
+        store.empty()
+        await first.place(request_id="r")
+        await agree(2, first, second)
+        with capture_logs() as logs:
+            store.stop()
+            placed = await first.place(request_id="s")
+            assert placed.decode.incarnation == "a"
+            await first.router.Release(router_pb2.ReleaseRequest(request_id="q"))
+            await asyncio.sleep(1.5)  # several attempts fail
+            assert [await reservations(router) for router in (first, second)] == [2, 2]  # r and s; q and r
+            assert await second.metric("tandem_router_staleness_seconds") > 1
+            store.start()
+            await agree(2, first, second)
+            await first.router.Release(router_pb2.ReleaseRequest(request_id="s"))
+            await agree(1, first, second)
+
+            async def said() -> bool:
+                return sum(entry["event"] == "routers hear each other again" for entry in logs) == 2
+
+            await eventually(said)
+        lost = [entry for entry in logs if entry["event"].startswith("routers do not hear")]
+        assert len(lost) == 2  # once for each router
+
+
+async def test_rubbish_in_the_stream_is_dropped(store: Store) -> None:
+    async with cluster() as first, cluster() as second, linked(store.url, first, second):
+        second.service.on_change("joined", (await first.join("a")).member)
+        with redis.Redis.from_url(store.url) as client:
+            for fields in ({"m": b"\xc1"}, {"other": b""}):
+                client.xadd("test:router-load", fields)
+        await first.place(request_id="q")
+        await agree(1, first, second)
+
+
+async def test_bookings_of_a_router_that_is_gone_end_by_any_release(store: Store) -> None:
+    async with cluster() as first, cluster() as second, cluster() as third, linked(store.url, first, second, third):
+        worker = await first.join("a")
+        for router in (second, third):
+            router.service.on_change("joined", worker.member)
+        await first.place(request_id="q")
+        await agree(1, first, second, third)
+        gone = cluster_pb2.Member(name="router", role="router", incarnation=first.service.incarnation)
+        for router in (second, third):
+            router.service.on_change("left", gone)
+        await second.router.Release(router_pb2.ReleaseRequest(request_id="q"))
+        await agree(0, second, third)
