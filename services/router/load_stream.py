@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import structlog
@@ -35,7 +36,7 @@ class LoadStream:
         self._shared = shared
         self._stream = f"{cluster}:router-load"
         self._writer = redis_client(url)
-        self._reader = redis_client(url, _TIMEOUT_SECONDS)
+        self._reader: Any = redis_client(url, _TIMEOUT_SECONDS)  # its types leave open what an answer is
         self._news = news
         self._closing = False
         self._cursor: bytes | None = None  # id of the last entry that was read; None: of those to come
