@@ -10,12 +10,46 @@ A sequence whose client has tokens already (it was preempted, or its worker died
 stalls is worse than one that starts late.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
+from typing import Protocol, TypeVar
 
 from engine.block_pool import BlockPool
-from engine.sequence import Sequence, State
+from engine.sequence import State
 
 WINDOW = 128  # waiting prompts that compete, best claims first: to rank thousands would take as long as a step
+
+
+class Prompt(Protocol):
+    """What the order looks at: `engine.sequence.Sequence`, or what stands for one in a simulation."""
+
+    overtaken_tokens: int
+    found_blocks: int
+
+    @property
+    def state(self) -> State: ...  # noqa: D102
+
+    @property
+    def claim(self) -> tuple[int, int]: ...  # noqa: D102
+
+    @property
+    def token_ids(self) -> Sized: ...  # noqa: D102
+
+    @property
+    def block_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_output_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_uncomputed_tokens(self) -> int: ...  # noqa: D102
+
+    @property
+    def num_cacheable_blocks(self) -> int: ...  # noqa: D102
+
+    def block_hash(self, block: int) -> bytes: ...  # noqa: D102
+
+
+P = TypeVar("P", bound=Prompt)
 
 
 class PromptOrder:
@@ -25,11 +59,11 @@ class PromptOrder:
         self._pool = pool
         self._max_overtaking = max_overtaking
 
-    def sort(self, prompts: Iterable[Sequence]) -> list[Sequence]:
+    def sort(self, prompts: Iterable[P]) -> list[P]:
         """The prompts, next one first."""
-        return sorted(prompts, key=lambda s: (s.request.priority, self._rank(s), s.arrival))
+        return sorted(prompts, key=lambda s: (s.claim[0], self._rank(s), s.claim[1]))
 
-    def book(self, prompts: Iterable[Sequence], computed: Mapping[Sequence, int]) -> None:
+    def book(self, prompts: Iterable[P], computed: Mapping[P, int]) -> None:
         """A step computes so many tokens of some of the prompts: those with a better claim and more to do wait."""
         tokens = 0
         for sequence in sorted(prompts, key=lambda s: s.claim, reverse=True):
@@ -38,12 +72,12 @@ class PromptOrder:
                 sequence.overtaken_tokens += tokens
             tokens += own
 
-    def _rank(self, sequence: Sequence) -> int:
+    def _rank(self, sequence: Prompt) -> int:
         if sequence.num_output_tokens > 0:
             return 0
         return max(0, self._max_overtaking * self._tokens_left(sequence) - sequence.overtaken_tokens)
 
-    def _tokens_left(self, sequence: Sequence) -> int:
+    def _tokens_left(self, sequence: Prompt) -> int:
         if sequence.state is not State.WAITING:
             return sequence.num_uncomputed_tokens
         # A guess, since admission looks for itself: only at where the cached prefix ended when last looked.

@@ -1,0 +1,130 @@
+"""What is replayed: requests with times, lengths and the chained hashes of their blocks.
+
+A trace is a file in Mooncake's format, or generated: `tool_agent`. Times of a trace without a fine clock are spread
+over its ticks (`bench.workloads.trace_time`).
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.config import WorkloadConfig
+from bench.errors import BenchError
+from bench.replay.job import BLOCK_SIZE
+from bench.replay.tool_agent import tool_agent
+from bench.workloads.mooncake import TraceRequest, read_mooncake
+from bench.workloads.trace_time import schedule
+
+TRACES_VARIABLE = "TANDEM_TRACES"
+GENERATED = {"tool_agent": tool_agent}
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One request. `hashes`: of the full blocks of prompt and answer; a prompt's are the first of them."""
+
+    prompt_tokens: int
+    output_tokens: int
+    hashes: list[bytes]
+
+    @property
+    def prompt_hashes(self) -> list[bytes]:
+        """What a gateway can hash."""
+        return self.hashes[: self.prompt_tokens // BLOCK_SIZE]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their times."""
+
+    name: str
+    demands: list[Demand]
+    times: NDArray[np.float64]  # seconds since the first one, at the trace's own speed
+    endless_hit_rate: float  # of one cache that forgets nothing
+
+    @property
+    def own_rate(self) -> float:
+        """Requests per second."""
+        return len(self.times) / max(1e-9, float(self.times[-1]))
+
+    def starts(self, rate: float) -> NDArray[np.float64]:
+        """Times at which the requests come if so many come in a second on average."""
+        return self.times * (self.own_rate / rate)
+
+
+def load_trace(name: str, folder: str | None, *, limit: int, seed: int) -> Trace:
+    """The first `limit` requests (0: all) of a generated trace, of the file `name`, or of `name`.jsonl in `folder`.
+
+    Raises BenchError.
+    """
+    if name in GENERATED:
+        requests = GENERATED[name](seed)
+    else:
+        requests = read_mooncake(_find(name, folder or os.environ.get(TRACES_VARIABLE)))
+    timestamps = np.array([request.timestamp for request in requests]) / 1e3
+    rows, times = schedule(timestamps, WorkloadConfig(limit=limit), seed)
+    chains = _Chains()
+    demands = [chains.demand(requests[row]) for row in rows.tolist()]
+    return Trace(Path(name).stem, demands, times, _endless_hit_rate(demands))
+
+
+def _endless_hit_rate(demands: list[Demand]) -> float:
+    seen: set[bytes] = set()
+    cached = 0
+    for demand in demands:
+        known = next(
+            (at for at, each in enumerate(demand.prompt_hashes) if each not in seen), len(demand.prompt_hashes)
+        )
+        cached += min(known, (demand.prompt_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
+        seen.update(demand.hashes)
+    return cached / sum(demand.prompt_tokens for demand in demands)
+
+
+def _find(name: str, folder: str | None) -> Path:
+    path = Path(name)
+    if path.is_file():
+        return path
+    if folder is None:
+        raise BenchError(
+            f"no trace {name!r}: name a file, one of {', '.join(GENERATED)}, "
+            f"or set --folder or {TRACES_VARIABLE} to where {name}.jsonl lies"
+        )
+    found = Path(folder) / f"{name}.jsonl"
+    if not found.is_file():
+        there = sorted(path.stem for path in Path(folder).glob("*.jsonl")) if Path(folder).is_dir() else []
+        raise BenchError(f"{found} is missing; there are {', '.join([*GENERATED, *there])}")
+    return found
+
+
+class _Chains:
+    """Hash ids to chained hashes: the same id behind another prefix is another block."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[int, int], int] = {}
+        self._count = 0
+
+    def demand(self, request: TraceRequest) -> Demand:
+        """Blocks whose ids the trace does not tell, those of most answers, are nobody else's."""
+        prompt_ids = -(-request.input_length // BLOCK_SIZE)
+        output_tokens = max(1, request.output_length)
+        blocks = (request.input_length + output_tokens) // BLOCK_SIZE
+        # Ids beyond the prompt's are the answer's; otherwise the last one is of a block that is not full.
+        told = len(request.hash_ids) if len(request.hash_ids) > prompt_ids else request.input_length // BLOCK_SIZE
+        node, hashes = 0, []
+        for hash_id in request.hash_ids[: min(told, blocks)]:
+            node = self._child(node, hash_id)
+            hashes.append(node.to_bytes(16, "little"))
+        while len(hashes) < blocks:
+            self._count += 1
+            hashes.append(self._count.to_bytes(16, "little"))
+        return Demand(request.input_length, output_tokens, hashes)
+
+    def _child(self, node: int, hash_id: int) -> int:
+        child = self._nodes.get((node, hash_id))
+        if child is None:
+            self._count += 1
+            child = self._nodes[node, hash_id] = self._count
+        return child

@@ -1,0 +1,257 @@
+"""The replay harness: nothing is lost, times are those of the formula, and routers know what workers hold."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.errors import BenchError
+from bench.replay.clock import Clock
+from bench.replay.cluster import ORACLE, Cluster
+from bench.replay.job import BLOCK_SIZE, Job
+from bench.replay.report import add_distance, summarise, without_wall_time
+from bench.replay.settings import Settings
+from bench.replay.timing import Timing
+from bench.replay.traces import Demand, Trace, load_trace
+from bench.replay.worker import MockWorker, Told
+from bench.router_replay import check_fits
+from engine.sequence import State
+from router.policies import POLICIES
+
+SMALL = Settings(workers=4, kv_tokens=60 * BLOCK_SIZE, seed=3)
+APART = replace(SMALL, prefill_workers=2)
+
+
+def chain(name: int, blocks: int) -> list[bytes]:
+    return [(name << 32 | block).to_bytes(16, "little") for block in range(1, blocks + 1)]
+
+
+def demand(name: int, prompt: int, output: int) -> Demand:
+    return Demand(prompt, output, chain(name, (prompt + output) // BLOCK_SIZE))
+
+
+def made(demands: list[Demand], gap: float = 0.3) -> Trace:
+    return Trace("made", demands, gap * np.arange(len(demands)), 0.0)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> Trace:
+    """Thirteen prefixes in turn, longer each time, more than a small worker can keep."""
+    demands = [demand(1 + number % 13, 2000 + 300 * (number // 13), 40 + 37 * (number % 9)) for number in range(240)]
+    return made(demands, gap=0.08)
+
+
+def run(trace: Trace, policy: str = "prefix", settings: Settings = SMALL) -> Cluster:
+    cluster = Cluster(trace, trace.own_rate, policy, settings)
+    cluster.run()
+    return cluster
+
+
+def summary(cluster: Cluster) -> dict:
+    return without_wall_time(summarise(cluster, ttft=1.0, tpot=0.05))
+
+
+@pytest.mark.parametrize("settings", [SMALL, APART], ids=["aggregated", "apart"])
+@pytest.mark.parametrize("policy", [*POLICIES, ORACLE])
+def test_every_request_ends_and_gives_its_blocks_back(conversations, policy, settings) -> None:
+    cluster = run(conversations, policy, settings)
+    assert cluster.ended == len(cluster.flights) == len(conversations.demands)
+    for flight in cluster.flights:
+        assert flight.came_at < flight.first_at <= flight.ended_at
+        assert flight.cached_tokens < flight.demand.prompt_tokens
+    for worker in cluster.workers:
+        worker.pool.check()
+        counts = worker.pool.counts()
+        assert counts["active"] == counts["transfer"] == 0
+        assert worker.kept_tokens == 0 and not worker.decoding and not worker.waiting and not worker.prompts
+    computed = sum(worker.computed_tokens for worker in cluster.workers)
+    asked = sum(flight.demand.prompt_tokens - flight.cached_tokens for flight in cluster.flights)
+    assert computed == asked or sum(worker.preempted for worker in cluster.workers) > 0
+    for replica in cluster.replicas:
+        assert len(replica.placer.reservations) == 0
+
+
+def test_answers_that_outgrow_the_pool_give_way_and_still_end() -> None:
+    trace = made([demand(number, 1000, 9000) for number in range(8)], gap=0.01)
+    cluster = run(trace, settings=replace(SMALL, workers=1))
+    assert cluster.ended == 8
+    assert cluster.workers[0].preempted > 0
+    cluster.workers[0].pool.check()
+
+
+@pytest.mark.parametrize("settings", [SMALL, APART], ids=["aggregated", "apart"])
+def test_the_index_is_what_the_workers_hold(conversations, settings) -> None:
+    cluster = run(conversations, settings=replace(settings, routers=2))
+    for replica in cluster.replicas:
+        assert replica.resyncs == 0
+        assert_index_is_true(cluster, replica)
+
+
+def test_lost_events_are_made_up_for_by_snapshots(conversations) -> None:
+    cluster = Cluster(conversations, conversations.own_rate, "prefix", replace(SMALL, routers=2, lost_events=0.1))
+    cluster.run()
+    assert cluster.lost > 10
+    assert all(replica.resyncs > 10 for replica in cluster.replicas)
+    # Whoever lost the very last message learns of it with the next one.
+    for worker in cluster.workers:
+        worker.store(chain(1000 + worker.number, 3))
+    cluster.settings = SMALL
+    for worker in cluster.workers:
+        worker.store(chain(2000 + worker.number, 3))
+    cluster.clock.run()
+    for replica in cluster.replicas:
+        assert_index_is_true(cluster, replica)
+
+
+def assert_index_is_true(cluster: Cluster, replica) -> None:
+    for worker in cluster.workers:
+        hashes = worker.pool.hashes()
+        assert replica.placer.index.num_blocks(worker.number) == len(hashes) > 0
+        assert all(worker.number in replica.placer.index.holders(each) for each in hashes)
+
+
+def test_equal_seeds_give_equal_results(conversations) -> None:
+    settings = replace(SMALL, routers=3, lost_events=0.02)
+    for policy in ("two_choices", "prefix"):
+        assert summary(run(conversations, policy, settings)) == summary(run(conversations, policy, settings))
+    other = run(conversations, "two_choices", replace(settings, seed=4))
+    assert summary(other) != summary(run(conversations, "two_choices", settings))
+
+
+def test_the_oracle_finds_at_least_what_round_robin_finds(conversations) -> None:
+    for settings in (SMALL, replace(SMALL, fetch_tokens=0), APART):
+        oracle, blind = (summary(run(conversations, policy, settings)) for policy in (ORACLE, "round_robin"))
+        assert oracle["hit_rate"] - oracle["fetched_rate"] >= blind["hit_rate"] - blind["fetched_rate"]
+        assert oracle["ttft_s"]["p50"] <= blind["ttft_s"]["p50"]
+    found = {ORACLE: 0.5, "prefix": 0.4}
+    results = [{"workers": 4, "rate": 1.0, "policy": policy, "hit_rate": rate} for policy, rate in found.items()]
+    add_distance(results)
+    assert results[1]["hit_points_to_oracle"] == pytest.approx(-10)
+
+
+def test_one_request_alone_takes_the_time_of_the_formula() -> None:
+    timing, hop = Timing(), SMALL.hop
+    cluster = run(made([demand(1, 3000, 700)]), settings=replace(SMALL, workers=1))
+    flight = cluster.flights[0]
+    prompt = sum(
+        max(timing.step, timing.prompt_token * tokens) + timing.prompt_token_context * tokens * (start + tokens / 2)
+        for start, tokens in ((0, 1280), (1280, 1280), (2560, 440))
+    )
+    answer = sum(timing.step + timing.sequence + timing.kept_token * (3000 + done) for done in range(699))
+    assert flight.first_at == pytest.approx(2 * hop + prompt)
+    assert flight.ended_at - flight.first_at == pytest.approx(answer)
+
+
+def test_a_prompt_computed_elsewhere_costs_two_hops_and_a_move() -> None:
+    settings = replace(SMALL, workers=2, prefill_workers=1)
+    flight = run(made([demand(1, 1000, 300)]), settings=settings).flights[0]
+    timing = Timing()
+    assert flight.first_at == pytest.approx(3 * SMALL.hop + timing.prompt(0, 1000, 1280))
+    answer = timing.decodes(299, 1, 1000)
+    assert flight.ended_at - flight.first_at == pytest.approx(answer + timing.transfer(1000))
+
+
+def test_steps_within_is_the_inverse_of_decodes() -> None:
+    timing = Timing()
+    for sequences, kept in ((1, 100), (32, 40_000), (256, 500_000)):
+        for steps in (1, 2, 17, 900):
+            seconds = timing.decodes(steps, sequences, kept)
+            assert timing.steps_within(seconds * (1 - 1e-6), sequences, kept) == steps
+            assert timing.steps_within(seconds + 1e-4, sequences, kept) == steps + 1
+
+
+def test_a_prompt_that_comes_waits_for_the_step_under_way_and_no_longer() -> None:
+    timing = Timing()
+    cluster = run(made([demand(1, 1000, 500), demand(2, 600, 1)], gap=1.0), settings=replace(SMALL, workers=1))
+    first, second = cluster.flights
+    alone = second.came_at + 2 * SMALL.hop + timing.mixed(600, 600 * 300, 1, 1300)
+    assert alone < second.first_at < alone + 2 * timing.decodes(1, 1, 1300)
+    assert first.ended_at > second.ended_at
+
+
+def test_short_prompts_pass_long_ones_as_in_the_engine() -> None:
+    trace = made([demand(1, 20_000, 1), demand(2, 20_000, 1), demand(3, 600, 1)], gap=0.001)
+    settings = replace(SMALL, workers=1, kv_tokens=200 * BLOCK_SIZE)
+    first = [flight.first_at for flight in run(trace, settings=settings).flights]
+    assert first[2] < first[0] < first[1]
+
+
+def test_who_finds_no_room_waits_and_nobody_passes() -> None:
+    ended: list[int] = []
+    reserved: list[int] = []
+    clock = Clock()
+    told = Told(
+        events=lambda *_: None,
+        reserved=lambda job: reserved.append(job.arrival),
+        first_token=lambda job: None,
+        ended=lambda job: ended.append(job.arrival),
+    )
+    worker = MockWorker(0, "decode", replace(SMALL, kv_tokens=10 * BLOCK_SIZE), clock, told)
+    jobs = [Job(number, size, 50, chain(number, 8)) for number, size in enumerate((3000, 3000, 500))]
+    for job in jobs:
+        worker.reserve(job)
+    assert reserved == [0] and worker.waiting_for_blocks == 2
+    worker.commit(jobs[0])
+    clock.run()
+    assert ended == [0] and reserved == [0, 1, 2] and worker.waiting_for_blocks == 0
+    assert jobs[1].state is State.RESERVED
+
+
+def test_a_prefix_is_fetched_from_the_worker_that_has_it() -> None:
+    trace = made([demand(1, 5000, 10), demand(1, 5100, 10), demand(1, 5200, 10)], gap=5.0)
+    settings = replace(SMALL, workers=3)
+    flights = run(trace, "round_robin", settings).flights
+    assert len({flight.placement.decode for flight in flights}) == 3
+    assert [flight.fetched_tokens for flight in flights[1:]] == [9 * BLOCK_SIZE] * 2
+    assert flights[1].first_at - flights[1].came_at < flights[0].first_at - flights[0].came_at
+    never = run(trace, "round_robin", replace(settings, fetch_tokens=0))
+    assert all(not flight.cached_tokens for flight in never.flights)
+
+
+def test_routers_that_tell_each_other_spread_a_burst_better() -> None:
+    burst = made([demand(number, 2000, 200) for number in range(120)], gap=0.02)
+    apart, together = (
+        summary(run(burst, "least_outstanding", replace(SMALL, workers=8, routers=4, shared_load=shared)))
+        for shared in (False, True)
+    )
+    assert together["imbalance"]["computed_prompt_tokens"] < apart["imbalance"]["computed_prompt_tokens"]
+
+
+def test_generated_agents_share_what_they_said_before() -> None:
+    trace = load_trace("tool_agent", None, limit=1500, seed=1)
+    assert trace.endless_hit_rate > 0.5
+    assert np.all(np.diff(trace.times) >= 0)
+    again = load_trace("tool_agent", None, limit=1500, seed=1)
+    assert again.demands == trace.demands
+    assert np.allclose(trace.starts(10.0)[-1], len(trace.times) / 10.0)
+    for one in trace.demands:
+        assert len(one.hashes) == (one.prompt_tokens + one.output_tokens) // BLOCK_SIZE
+
+
+def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="--folder"):
+        load_trace("nothing_of_that_name", None, limit=0, seed=0)
+    with pytest.raises(BenchError, match="there are tool_agent"):
+        load_trace("nothing_of_that_name", str(tmp_path), limit=0, seed=0)
+    with pytest.raises(BenchError, match="--kv-tokens"):
+        check_fits(made([demand(1, 100_000, 1)]), SMALL)
+
+
+def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
+    line = {"timestamp": 0, "input_length": 1500, "output_length": 20, "hash_ids": [1, 2, 3]}
+    trace, found = tmp_path / "few.jsonl", tmp_path / "found.json"
+    trace.write_text("".join(json.dumps(line | {"timestamp": 500 * number}) + "\n" for number in range(6)))
+    command = ["-m", "bench.router_replay", "--trace", "few", "--folder", str(tmp_path), "--json", str(found)]
+    options = ["--workers", "2,3", "--rates", "1", "--policies", "prefix,oracle"]
+    done = subprocess.run([sys.executable, *command, *options], capture_output=True, text=True, timeout=120, check=True)
+    report = json.loads(found.read_text())
+    assert [(one["workers"], one["policy"]) for one in report["replays"]] == [
+        (workers, policy) for workers in (2, 3) for policy in ("prefix", "oracle")
+    ]
+    assert all(math.isclose(one["hit_rate"], 5 * 1024 / 9000) for one in report["replays"])
+    assert "| 1 | oracle |" in done.stdout
