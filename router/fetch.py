@@ -23,7 +23,7 @@ def fetchable_tokens(
     missing = ask.uncached(cached_blocks * table["block_size"])
     least = missing.copy()
     for layout in set(table["layout"][cached_blocks > 0].tolist()):
-        same = table["ready"] & (table["layout"] == layout)
+        same = table["ready"] & ~table["shut"] & (table["layout"] == layout)
         there = missing[same & table["sends"]].min(initial=ask.prompt_tokens)
         least[same] = np.minimum(least[same], there)
     # Both would move or compute the same tokens, so the rates decide. NaN, not measured, is not slower.
@@ -37,7 +37,7 @@ def source_for(computing: int, snapshot: Snapshot) -> int | None:
     if not snapshot.fetchable_tokens[computing]:
         return None
     table = snapshot.table
-    able = table["ready"] & table["sends"] & (table["layout"] == table["layout"][computing])
+    able = table["ready"] & ~table["shut"] & table["sends"] & (table["layout"] == table["layout"][computing])
     blocks = np.where(able, snapshot.cached_blocks, -1)
     most = np.flatnonzero(blocks == blocks.max())
     return int(most[table["prefill_tokens"][most].argmin()])

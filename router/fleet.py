@@ -14,6 +14,7 @@ WORKER = np.dtype(
     [
         ("worker", "S32"),  # incarnation
         ("ready", "?"),  # may get requests
+        ("shut", "?"),  # gets none for now where there is another, as it fails (router.health)
         ("prefills", "?"),  # is a prefill worker
         ("decodes", "?"),  # is a decode or aggregated worker
         ("aggregated", "?"),

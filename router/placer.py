@@ -8,6 +8,7 @@ import numpy as np
 from router.expected import ExpectedBlocks
 from router.fetch import fetchable_tokens, source_for
 from router.fleet import Fleet
+from router.health import Health
 from router.index import BlockIndex
 from router.policies import Draw, Overlap
 from router.policy import Decision, place
@@ -44,6 +45,7 @@ class Placer:
         self.fleet = Fleet()
         self.index = BlockIndex()
         self.reservations = Reservations(self.fleet)
+        self.health = Health(self.fleet)
         self._expected = ExpectedBlocks(_HISTORY, _HISTORY_BLOCKS) if policy == "history" else ExpectedBlocks()
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
@@ -59,6 +61,7 @@ class Placer:
             self.index.remove(row)
             self._expected.remove(row)
             self.reservations.forget(row)
+            self.health.forget(row)
             self.fleet.leave(worker)
 
     def place(
@@ -82,6 +85,7 @@ class Placer:
         self._turn += 1
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
         source = source_for(decision.computing, snapshot)
+        self.health.sent(key, decision.decode, decision.prefill, now)
         self._book(key, ask, snapshot, decision, source, now=now, lease=lease)
         self._expect({decision.decode, decision.computing}, numbered, now)
         return Placed(decision, snapshot, source)
@@ -114,7 +118,7 @@ class Placer:
             cached = np.maximum(cached, self.index.depths(hashes, len(table)))
             recalled = np.maximum(recalled, self._expected.depths(hashes, len(table)))
         fetchable = fetchable_tokens(ask, table, cached, fetch_tokens=self._fetch_tokens)
-        return Snapshot(table, cached, recalled, self.reservations.queued(now), fetchable)
+        return Snapshot(table, cached, recalled, self.reservations.queued(now), fetchable, self.health.apart)
 
     def _book(
         self,

@@ -80,17 +80,30 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     if uncached <= local_prefill_tokens:
         reason = f"{chosen}; only {uncached} prompt tokens are left to compute"
         return Decision(decode, None, Way.SHORT, reason, (decoding,))
-    prefilling = _choose("prefills", ask, snapshot, policy, draw)
+    apart = snapshot.apart.get(decode, frozenset())
+    prefilling = _choose("prefills", ask, snapshot, policy, draw, apart)
     if prefilling is None:
-        return Decision(decode, None, Way.ALONE, f"{chosen}; no prefill worker is ready", (decoding,))
+        reason = f"{chosen}; no prefill worker is ready, or all that are fail"
+        return Decision(decode, None, Way.ALONE, reason, (decoding,))
     prefill = prefilling.winner
     reason = f"{chosen}, {snapshot.cached_blocks[prefill]} on the prefill worker"
     return Decision(decode, prefill, Way.REMOTE, reason, (decoding, prefilling))
 
 
-def _choose(role: str, ask: Ask, snapshot: Snapshot, policy: str, draw: Draw) -> Choice | None:
-    """None: no worker of this role is ready."""
-    rows = np.flatnonzero(snapshot.table["ready"] & snapshot.table[role])
+def _choose(
+    role: str, ask: Ask, snapshot: Snapshot, policy: str, draw: Draw, apart: frozenset[int] = frozenset()
+) -> Choice | None:
+    """None: no worker of this role is ready, or none but those `apart`, or none of those that prefill works.
+
+    Where all that decode are shut out, one of them may still be better than nobody.
+    """
+    table = snapshot.table
+    able = table["ready"] & table[role]
+    if apart:
+        able[list(apart)] = False
+    rows = np.flatnonzero(able & ~table["shut"])
+    if not len(rows) and role == "decodes":
+        rows = np.flatnonzero(able)
     if not len(rows):
         return None
     workers = snapshot.take(rows)

@@ -1,6 +1,7 @@
 """What a decision is made of: the request, and the workers at this moment as columns."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,10 @@ class Snapshot:
     recalled_blocks: NDArray[np.int32]  # that it was given lately, told or not
     queued_tokens: NDArray[np.float64]  # of other prompts, that it has yet to compute
     fetchable_tokens: NDArray[np.int64]  # of the prompt, that it would better fetch from another than compute
+    apart: Mapping[int, frozenset[int]] = field(default_factory=dict)  # decode row -> prefill rows that fail with it
 
     def take(self, rows: NDArray[np.intp]) -> "Snapshot":
-        """These workers alone, in this order."""
+        """These workers alone, in this order; for a policy, which is asked about those that may be taken."""
         # `take` copies whole rows, 20 times as fast as an index does.
         return Snapshot(
             self.table.take(rows),

@@ -31,7 +31,8 @@ def explain(
 
     The least **cost** wins; what it counts depends on the policy. **cached** tokens of the prompt are there,
     **expected** ones also by requests under way, **fetchable** ones on another worker. **queued** are tokens of other
-    prompts to compute, **kept** those of answers under way, **waiting** requests have no KV blocks yet.
+    prompts to compute, **kept** those of answers under way, **waiting** requests have no KV blocks yet. **not** names
+    workers that could not be taken, such as those whose circuit breaker is open.
 
     Each router keeps its latest 512 placements.
 
@@ -101,6 +102,8 @@ def _show(each: "router_pb2.Explanation", console: "Console") -> None:
 
     console.print(f"{each.attempt}: {each.prompt_tokens} prompt tokens, placed {each.seconds_ago:.1f} s ago")
     console.print(f"  {each.reason}", highlight=False)
+    for left_out in each.left_out:
+        console.print(f"  not {left_out.name}: {left_out.reason}", highlight=False)
     for ranking in each.rankings:
         title = f"{ranking.role}: the best {len(ranking.best)} of {ranking.candidates}"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)

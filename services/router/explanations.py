@@ -23,6 +23,7 @@ class _Entry(NamedTuple):
     reason: str
     source: str
     choices: list[tuple[Choice, list[str]]]  # with the workers' names
+    left_out: list[router_pb2.LeftOut]
 
 
 class Explanations:
@@ -32,7 +33,14 @@ class Explanations:
         self._policy = policy
         self._ring: deque[_Entry] = deque(maxlen=_PLACEMENTS)
 
-    def add(self, request: router_pb2.PlaceRequest, placed: Placed, reason: str, name: Callable[[int], str]) -> None:
+    def add(
+        self,
+        request: router_pb2.PlaceRequest,
+        placed: Placed,
+        reason: str,
+        left_out: list[router_pb2.LeftOut],
+        name: Callable[[int], str],
+    ) -> None:
         """A placement was made. `name`: of the worker in a row, which may be another's later."""
         self._ring.append(
             _Entry(
@@ -42,6 +50,7 @@ class Explanations:
                 reason=reason,
                 source="" if placed.source is None else name(placed.source),
                 choices=[(choice, [name(int(row)) for row in choice.rows]) for choice in placed.decision.choices],
+                left_out=left_out,
             )
         )
 
@@ -62,6 +71,7 @@ class Explanations:
             reason=entry.reason,
             source=entry.source,
             rankings=[_ranking(choice, names) for choice, names in entry.choices],
+            left_out=entry.left_out,
         )
 
 

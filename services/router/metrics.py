@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.health import Outcome
 from router.policy import Way
 
 
@@ -41,4 +42,32 @@ class RouterMetrics:
             "tandem_router_staleness_seconds",
             "Since another router was heard, of the one silent for longest; 0: there is no other",
             registry=registry,
+        )
+        self.outcomes = Counter(
+            "tandem_router_outcomes",
+            "Attempts that ended, by what it says of workers",
+            ["outcome"],
+            registry=registry,
+        )
+        for outcome in Outcome:
+            self.outcomes.labels(outcome.value)
+        self.transfer_faults = Counter(
+            "tandem_router_transfer_faults", "Attempts whose prefill worker did not deliver", registry=registry
+        )
+        self.breakers = Gauge(
+            "tandem_router_breakers",
+            "Circuit breakers that are not closed, of workers and of (prefill, decode) pairs",
+            ["of", "state"],
+            registry=registry,
+        )
+        self.ejected = Gauge(
+            "tandem_router_workers_ejected", "Workers that are out, far worse than their peers", registry=registry
+        )
+        self.ejections = Counter(
+            "tandem_router_ejections", "Workers put out, by what was far worse", ["reason"], registry=registry
+        )
+        for reason in ("faults", "lateness"):
+            self.ejections.labels(reason)
+        self.stalled = Gauge(
+            "tandem_router_workers_stalled", "Workers that make no step though they have work", registry=registry
         )

@@ -48,7 +48,7 @@ async def serve(config: RouterConfig) -> None:
     await rpc.set_healthy(True)
     log.info("ready", role="router", address=rpc.address, policy=config.policy)
     while not stop.is_set():
-        service.tick(time.monotonic())
+        service.tick(time.monotonic(), connected=state.connected)
         if sharing.done():
             sharing.result()  # raises what must not go unnoticed
         with contextlib.suppress(TimeoutError):

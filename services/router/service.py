@@ -21,6 +21,7 @@ from services.config import RouterConfig
 from services.process import new_incarnation
 from services.router.cache_watcher import CacheWatcher
 from services.router.explanations import Explanations
+from services.router.health_watch import HealthWatch
 from services.router.metrics import RouterMetrics
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
 from services.security import ClusterKey
@@ -49,6 +50,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
         self._watchers: dict[int, CacheWatcher] = {}
+        self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
         self._explanations = Explanations(config.policy)
         self._say_alone_at = 0.0
         self.incarnation = new_incarnation()
@@ -75,6 +77,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 self._watch(row, member)
             self._members[row] = member
             self._describe(row, member)
+            self._health.heard(row, member.load)
         members = self._members.values()
         self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in members))
         for role in _WORKER_ROLES:
@@ -138,7 +141,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if way is Way.ALONE:
             self._say_alone(time.monotonic())
         placement = self._placement(placed)
-        self._explanations.add(request, placed, placement.reason, lambda row: self._members[row].name)
+        left_out = self._health.left_out(request, placed)
+        self._explanations.add(request, placed, placement.reason, left_out, lambda row: self._members[row].name)
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
         return placement
 
@@ -151,19 +155,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.ReleaseReply:
-        """Ends the booking of an attempt."""
+        """Ends the booking of an attempt, and learns from how it ended."""
         reservation = self._placer.reservations.release(request.request_id, request.attempt)
         self.shared.released((request.request_id, request.attempt))
         self.has_news.set()
+        self._health.ended(request)
         if reservation is not None:
             size = self._members[reservation.decode].model.block_size
             self.metrics.overlap.labels("predicted").inc(reservation.predicted_tokens / size)
             self.metrics.overlap.labels("actual").inc(request.cached_tokens / size)
         return router_pb2.ReleaseReply()
 
-    def tick(self, now: float) -> None:
-        """Once a second: leases."""
+    def tick(self, now: float, *, connected: bool = True) -> None:
+        """Once a second: leases and health. `connected`: whether workers' heartbeats come through."""
         self._placer.tick(now)
+        self._health.tick(now, connected=connected)
         self.shared.tick(now)
 
     def _say_alone(self, now: float) -> None:

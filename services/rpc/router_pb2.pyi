@@ -135,7 +135,7 @@ class ExplainReply(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings")
+    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +143,7 @@ class Explanation(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     RANKINGS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     seconds_ago: float
     policy: str
@@ -150,7 +151,16 @@ class Explanation(_message.Message):
     reason: str
     source: str
     rankings: _containers.RepeatedCompositeFieldContainer[Ranking]
-    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ...) -> None: ...
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+
+class LeftOut(_message.Message):
+    __slots__ = ("name", "reason")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    reason: str
+    def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Ranking(_message.Message):
     __slots__ = ("role", "candidates", "best")
