@@ -83,7 +83,7 @@ def test_use_refreshes_a_cached_block() -> None:
 
 
 def test_locked_prefixes_stay_under_pressure() -> None:
-    """B194: what was acquired is not evicted, whatever is asked for."""
+    """What was acquired is not evicted, whatever is asked for."""
     pool = BlockPool(4)
     blocks = pool.allocate(4)
     pool.publish(blocks, chain(4))

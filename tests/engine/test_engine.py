@@ -93,7 +93,7 @@ def test_a_request_gives_the_same_bits_alone_and_in_company(engine):
 
 
 def test_chunks_of_any_size_change_no_bit(llama_folder):
-    """B195: the same logits for the prompt and behind it, also where a stream leaves room for small chunks only."""
+    """The same logits for the prompt and behind it, also where a stream leaves room for small chunks only."""
     ours = request("ours", prompt(40, 8), max_tokens=4, logprobs=2, prompt_logprobs=2)
     expected = None
     for size in (64, *range(1, 18)):

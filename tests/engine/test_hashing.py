@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from engine import hashing
 
 GOLDEN = "5ea5182ca9fb41a140677d0095d6e4f6"
+SIZES = st.sampled_from([1, 16, 161])
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 ROOT = hashing.root_hash(fingerprint="f", layout="l", block_size=4)
 
@@ -56,7 +58,7 @@ def test_every_field_of_the_root_matters_and_none_passes_for_another() -> None:
 
 
 def test_a_block_names_its_whole_past() -> None:
-    """B189, B191: the same last block behind another start is another block."""
+    """The same last block behind another start is another block."""
     a = hashing.block_hashes([1] * 4 + [5] * 4, 4, ROOT)
     c = hashing.block_hashes([2] * 4 + [5] * 4, 4, ROOT)
     other_root = hashing.block_hashes(
@@ -99,3 +101,23 @@ def test_one_bit_changes_its_block_and_all_behind(tokens: list[int], place: int,
     assert [left == right for left, right in zip(before, after, strict=True)] == [
         i < place // 4 for i in range(len(before))
     ]
+
+
+NAMES = st.one_of(st.text(max_size=6), st.sampled_from(["", "S", "16", "tandem-kv-1", "\0", "\1\0\0\0S"]))
+ROOTS = st.fixed_dictionaries(
+    {"fingerprint": NAMES, "layout": NAMES, "salt": NAMES, "lora": NAMES, "multimodal": NAMES, "block_size": SIZES}
+)
+
+
+@given(a=ROOTS, b=ROOTS)
+def test_roots_are_equal_exactly_if_all_fields_are(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Whatever names come later for adapters and images: none of them can pass for a salt or a part of another."""
+    assert (hashing.root_hash(**a) == hashing.root_hash(**b)) == (a == b)
+
+
+def test_no_two_of_very_many_names_meet() -> None:
+    """As many as would meet often if only some bits of a name's digest counted."""
+    plain: dict[str, Any] = {"fingerprint": "f", "layout": "l", "block_size": 16}
+    names = [f"{number:064x}" for number in range(70_000)]
+    roots = {hashing.root_hash(**plain, **{field: name}) for field in ("lora", "multimodal", "salt") for name in names}
+    assert len(roots) == 3 * len(names)

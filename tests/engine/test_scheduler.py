@@ -109,7 +109,7 @@ def test_an_attempt_that_resumes_goes_on_behind_its_tokens() -> None:
 
 
 def test_whole_prompt_cached_computes_only_the_last_block() -> None:
-    """B185: a prompt of exactly k blocks, again, and again with one more token."""
+    """A prompt of exactly k blocks, again, and again with one more token."""
     engine = FakeEngine()
     prompt = list(range(3 * BLOCK))
     hits, computed = [], []
@@ -126,7 +126,7 @@ def test_whole_prompt_cached_computes_only_the_last_block() -> None:
 
 
 def test_blocks_with_other_beginnings_are_not_shared() -> None:
-    """B189, B191: equal length and equal last block, but another start."""
+    """Equal length and equal last block, but another start."""
     engine = FakeEngine()
     for name, first in (("A", 1), ("C", 2)):
         request = ask(name, [first] * BLOCK + [5] * BLOCK + [6], max_tokens=1)
@@ -137,7 +137,7 @@ def test_blocks_with_other_beginnings_are_not_shared() -> None:
 
 
 def test_a_running_prefix_is_never_evicted() -> None:
-    """B194: blocks in use stay under pressure."""
+    """Blocks in use stay under pressure."""
     engine = FakeEngine(num_blocks=6)
     holder = ask("holder", list(range(2 * BLOCK)), max_tokens=8)
     engine.add(holder)
@@ -166,7 +166,7 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 
 
 def test_preemption_loses_and_doubles_no_token() -> None:
-    """B172, B197: a pool too small for all; cached_tokens tells of the first admission only."""
+    """A pool too small for all; cached_tokens tells of the first admission only."""
     engine = FakeEngine(num_blocks=9, max_batched_tokens=64)
     requests = [ask(f"r{i}", [10 * i + k for k in range(7)], max_tokens=16) for i in range(3)]
     sequences = [engine.add(request) for request in requests]
@@ -211,7 +211,7 @@ def test_a_decode_preempted_within_a_step_is_not_computed() -> None:
 
 @pytest.mark.parametrize(("prompt_tokens", "reason"), [(6, "length"), (40, "error")])
 def test_one_request_larger_than_the_pool_ends(prompt_tokens: int, reason: str) -> None:
-    """B100: it ends, the pool is whole, and the next request runs."""
+    """It ends, the pool is whole, and the next request runs."""
     engine = FakeEngine(num_blocks=4, max_batched_tokens=8)
     sequence = engine.add(ask("big", list(range(prompt_tokens)), max_tokens=100))
     engine.run()

@@ -4,9 +4,12 @@ import json
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gateway import prompts, validation
 from services.gateway.errors import ApiError
+from services.gateway.intake import _cache_salt as cache_salt
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.gateway.validation import Options
 
@@ -184,3 +187,12 @@ def test_many_choices_of_many_prompts_are_refused() -> None:
     with pytest.raises(ApiError) as raised:
         completion(prompt=["a"] * 256, n=5)
     assert raised.value.detail.param == "n"
+
+
+NAMES = st.one_of(st.text(max_size=4), st.sampled_from(["", "a", "1", "1:a", ":", "0:"]))
+
+
+@given(a=st.tuples(NAMES, NAMES), b=st.tuples(NAMES, NAMES))
+def test_no_tenant_chooses_the_salt_of_another(a: tuple[str, str], b: tuple[str, str]) -> None:
+    """A tenant's name and what it chooses cannot be cut in another place to be another's."""
+    assert (cache_salt(*a) == cache_salt(*b)) == (a == b)
