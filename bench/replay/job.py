@@ -26,16 +26,12 @@ class Job:
     found_blocks: int = 0
     overtaken_tokens: int = 0
     joined_at: int = 0  # the worker's count of steps when it joined the decodes
+    claim: tuple[int, int] = field(init=False)
+    block_size: int = BLOCK_SIZE
 
-    @property
-    def block_size(self) -> int:
-        """Tokens."""
-        return BLOCK_SIZE
-
-    @property
-    def claim(self) -> tuple[int, int]:
-        """Smaller is better."""
-        return (0, self.arrival)
+    def __post_init__(self) -> None:
+        """All have one priority."""
+        self.claim = (0, self.arrival)
 
     @property
     def token_ids(self) -> range:

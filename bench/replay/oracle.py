@@ -1,8 +1,12 @@
-"""What a router could do that sees every cache and queue as they are: the placement with the best first token now.
+"""What a router could do that sees every cache and queue as they are: the placement that delays first tokens least.
 
-It is greedy, looks one request ahead, and knows nothing of what comes later: no bound, but what perfect knowledge of
-the present is worth. It costs a loop over all workers and is no policy.
+That is this request's time to its first token and what its prompt adds to that of others that wait behind it. It is
+greedy, looks one request ahead, and knows nothing of what comes later: no bound, but what perfect knowledge of the
+present is worth. It costs a loop over all workers and is no policy.
 """
+
+from collections import defaultdict
+from dataclasses import dataclass
 
 from bench.replay.job import BLOCK_SIZE, Job
 from bench.replay.replica import Placement
@@ -12,11 +16,21 @@ from bench.replay.worker import MockWorker
 from engine.sequence import State
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A request on its way to a worker, which does not know of it yet."""
+
+    comes_at: float
+    tokens: int  # left to compute
+    demand: Demand
+
+
 class Oracle:
-    """Places by simulated time to the first token; of equals by load, then by work done so far."""
+    """Places by seconds added to first tokens; of equals by load, then by work done so far."""
 
     def __init__(self, workers: list[MockWorker], settings: Settings) -> None:
         self._settings = settings
+        self._sent: defaultdict[int, list[_Sent]] = defaultdict(list)
         self._prefilling = [worker for worker in workers if worker.role != "decode"]
         self._decoding = [worker for worker in workers if worker.role != "prefill"]
 
@@ -28,41 +42,52 @@ class Oracle:
         source = self._prefilling[cached.index(longest)]
         best = None
         for worker, blocks in zip(self._prefilling, cached, strict=True):
-            options: list[tuple[float, int | None]] = [(self._first_token(worker, demand, hashes, blocks, now), None)]
+            options: list[tuple[float, float, int | None]] = [
+                (self._delay(worker, demand, hashes, blocks, now), 0.0, None)
+            ]
             fetched = (longest - blocks) * BLOCK_SIZE
             if self._settings.fetch_tokens and fetched >= self._settings.fetch_tokens:
-                seconds = max(0.0, source.link_free_at - now) + self._settings.timing.transfer(fetched)
-                options.append((seconds + self._first_token(worker, demand, hashes, longest, now), source.number))
-            for seconds, where in options:
-                rank = (round(seconds, 4), worker.kept_tokens, worker.computed_tokens)
+                moved = max(0.0, source.link_free_at - now) + self._settings.timing.transfer(fetched)
+                options.append((self._delay(worker, demand, hashes, longest, now), moved, source.number))
+            for delay, moved, where in options:
+                rank = (round(delay + moved, 4), _held(worker), worker.computed_tokens)
                 if best is None or rank < best[0]:
-                    best = rank, worker, where
+                    best = rank, worker, where, moved, longest if where is not None else blocks
         assert best is not None
-        _, worker, where = best
+        _, worker, where, moved, blocks = best
+        sent = _Sent(now + 2 * self._settings.hop + moved, demand.prompt_tokens - blocks * BLOCK_SIZE, demand)
+        self._sent[worker.number].append(sent)
         if worker.role == "aggregated":
             return Placement(worker.number, None, where)
-        decode = min(self._decoding, key=lambda one: (_wait_for_blocks(one, demand), _pace(one), -one.pool.num_free))
+        needed = -(-demand.prompt_tokens // BLOCK_SIZE)
+        decode = min(self._decoding, key=lambda one: (one.waiting_for_blocks, _wait_for_free(one, needed), _held(one)))
         return Placement(decode.number, worker.number, where)
 
     def release(self, number: int, now: float) -> None:
         """Nothing is booked."""
 
-    def _first_token(self, worker: MockWorker, demand: Demand, hashes: list[bytes], cached: int, now: float) -> float:
-        """Seconds from now, if nobody comes later."""
+    def _delay(self, worker: MockWorker, demand: Demand, hashes: list[bytes], cached: int, now: float) -> float:
+        """Seconds until its first token, and those that others get theirs later, if nobody else comes."""
         timing, settings = self._settings.timing, self._settings
+        sent = self._sent[worker.number] = [one for one in self._sent[worker.number] if one.comes_at > now]
+        others = [(_left(job), job.num_tokens, job.overtaken_tokens, not job.block_ids) for job in worker.prompts]
+        others += [(_left(job), job.num_tokens, job.overtaken_tokens, True) for job in worker.waiting]
+        others += [(one.tokens, one.demand.prompt_tokens, 0, True) for one in sent]
         own = demand.prompt_tokens - cached * BLOCK_SIZE
-        rank = settings.max_overtaking * own
         tokens, products = own, own * (demand.prompt_tokens - own / 2)
-        for job in (*worker.prompts, *worker.waiting):
-            left = _left(job)
-            if settings.max_overtaking * left - job.overtaken_tokens <= rank or not settings.max_overtaking:
-                tokens += left
-                products += left * (job.num_tokens - left / 2)
+        needed = -(-demand.prompt_tokens // BLOCK_SIZE) - worker.pool.match(hashes)
+        alone, behind = timing.mixed(tokens, products, 0, 0.0), 0
+        for left, total, overtaken, wants_blocks in others:
+            if settings.max_overtaking * (left - own) > overtaken:
+                behind += 1
+                continue
+            tokens += left
+            products += left * (total - left / 2)
+            needed += -(-left // BLOCK_SIZE) if wants_blocks else 0
         steps = -(-tokens // settings.max_batched_tokens)
         decodes = timing.sequence * len(worker.decoding) + timing.kept_token * worker.kept_tokens
-        seconds = timing.mixed(tokens, products, 0, 0.0) + steps * decodes
+        seconds = timing.mixed(tokens, products, 0, 0.0) + steps * decodes + behind * alone
         seconds += max(0.0, worker.step_ends - now)
-        needed = -(-demand.prompt_tokens // BLOCK_SIZE) - worker.pool.match(hashes)
         return seconds + _wait_for_free(worker, needed) * (timing.step + decodes)
 
 
@@ -73,23 +98,19 @@ def _left(job: Job) -> int:
     return job.num_uncomputed_tokens
 
 
-def _wait_for_free(worker: MockWorker, needed: int) -> int:
+def _wait_for_free(worker: MockWorker, needed: int) -> float:
     """Steps until so many blocks are free, from the answers that end."""
     needed -= worker.pool.num_free
     if needed <= 0:
-        return 0
-    ends = sorted((worker.steps_left(job), len(job.block_ids)) for job in worker.decoding)
-    for steps, blocks in ends:
-        needed -= blocks
-        if needed <= 0:
+        return 0.0
+    freed, steps = 0, 0
+    for steps, blocks in sorted((worker.steps_left(job), len(job.block_ids)) for job in worker.decoding):
+        freed += blocks
+        if freed >= needed:
             return steps
-    return ends[-1][0] if ends else 0
+    return steps * needed / max(1, freed)  # and those that come after them
 
 
-def _wait_for_blocks(worker: MockWorker, demand: Demand) -> tuple[int, int]:
-    """Requests before this one that wait for room, and steps until there is some."""
-    return worker.waiting_for_blocks, _wait_for_free(worker, -(-demand.prompt_tokens // BLOCK_SIZE))
-
-
-def _pace(worker: MockWorker) -> int:
-    return worker.kept_tokens
+def _held(worker: MockWorker) -> int:
+    """Blocks of requests under way."""
+    return worker.pool.num_blocks - worker.pool.num_free

@@ -63,6 +63,7 @@ class MockWorker:
         self._turn = 0  # of the event that ends what is under way
         self._phase_began: float | None = None  # of steps without prompts
         self._busy = False
+        self._stalled_at = -1  # free blocks when the next prompt found too few: it takes more, or another prompt
         mixed = settings.decode_prompt_tokens if role == "decode" else settings.max_batched_tokens
         self._mixed = min(mixed, settings.max_batched_tokens)
 
@@ -77,7 +78,7 @@ class MockWorker:
 
     def submit(self, job: Job) -> None:
         """A prompt to compute."""
-        bisect.insort(self.waiting, job, key=lambda one: one.arrival)
+        self._wait(job)
         self._wake()
 
     def reserve(self, job: Job) -> None:
@@ -182,7 +183,7 @@ class MockWorker:
 
     def _chunks(self) -> dict[Job, int]:
         """Prompt tokens of the next step."""
-        if not self.waiting and not self.prompts:
+        if not self.prompts and (not self.waiting or self.pool.num_free <= self._stalled_at):
             return {}
         settings, chunks = self._settings, dict[Job, int]()
         budget = settings.max_batched_tokens - len(self.decoding)
@@ -200,6 +201,7 @@ class MockWorker:
             budget -= chunks[job]
         if len(candidates) > 1:
             self._order.book(candidates, chunks)
+        self._stalled_at = -1 if chunks else self.pool.num_free
         return chunks
 
     def _computed(self, job: Job) -> None:
@@ -268,8 +270,12 @@ class MockWorker:
         else:
             self.prompts.remove(job)
         self._free(job)
+        self._wait(job)
+
+    def _wait(self, job: Job) -> None:
         job.state = State.WAITING
         bisect.insort(self.waiting, job, key=lambda one: one.arrival)
+        self._stalled_at = -1
 
     # Blocks
 

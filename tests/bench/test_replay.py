@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,13 +15,16 @@ from bench.errors import BenchError
 from bench.replay.clock import Clock
 from bench.replay.cluster import ORACLE, Cluster
 from bench.replay.job import BLOCK_SIZE, Job
-from bench.replay.report import add_distance, summarise, without_wall_time
+from bench.replay.report import add_distance, summarise, without_cpu_time
 from bench.replay.settings import Settings
 from bench.replay.timing import Timing
 from bench.replay.traces import Demand, Trace, load_trace
 from bench.replay.worker import MockWorker, Told
 from bench.router_replay import check_fits
-from engine.sequence import State
+from engine.block_pool import BlockPool
+from engine.request import Request, SamplingParams
+from engine.scheduler import Scheduler, Step
+from engine.sequence import Sequence, State
 from router.policies import POLICIES
 
 SMALL = Settings(workers=4, kv_tokens=60 * BLOCK_SIZE, seed=3)
@@ -53,7 +57,7 @@ def run(trace: Trace, policy: str = "prefix", settings: Settings = SMALL) -> Clu
 
 
 def summary(cluster: Cluster) -> dict:
-    return without_wall_time(summarise(cluster, ttft=1.0, tpot=0.05))
+    return without_cpu_time(summarise(cluster, ttft=1.0, tpot=0.05))
 
 
 @pytest.mark.parametrize("settings", [SMALL, APART], ids=["aggregated", "apart"])
@@ -172,6 +176,76 @@ def test_a_prompt_that_comes_waits_for_the_step_under_way_and_no_longer() -> Non
     alone = second.came_at + 2 * SMALL.hop + timing.mixed(600, 600 * 300, 1, 1300)
     assert alone < second.first_at < alone + 2 * timing.decodes(1, 1, 1300)
     assert first.ended_at > second.ended_at
+
+
+def test_a_mock_worker_takes_the_steps_of_the_engines_own_scheduler() -> None:
+    """Sixty requests of six prefixes, some in a crowd: equal reuse, and equal times of first and last tokens."""
+    rng = random.Random(5)
+    at, asked = 0.0, []
+    for number in range(60):
+        at += rng.expovariate(3.0)
+        asked.append((at, number % 6, rng.randint(300, 9000), rng.randint(1, 400)))
+    settings = replace(SMALL, workers=1, kv_tokens=4000 * BLOCK_SIZE, hop=0.0, fetch_tokens=0)
+    demands = [
+        Demand(prompt, output, chain(name, prompt // BLOCK_SIZE) + chain(100 + number, (prompt + output) // BLOCK_SIZE))
+        for number, (_, name, prompt, output) in enumerate(asked)
+    ]
+    trace = Trace("made", demands, np.array([at for at, *_ in asked]), 0.0)
+    cluster = Cluster(trace, trace.own_rate, "round_robin", settings)
+    cluster.run()
+    flights = cluster.flights
+    assert sum(flight.cached_tokens > 0 for flight in flights) > 20
+
+    engine = EngineScheduler(settings)
+    first, last, cached = engine.run(asked)
+    for flight in flights:
+        assert flight.cached_tokens == cached[flight.number]
+        assert flight.first_at == pytest.approx(first[flight.number], abs=1e-6)
+        assert flight.ended_at == pytest.approx(last[flight.number], abs=1e-6)
+
+
+class EngineScheduler:
+    """The engine's own scheduler, step by step, on the same clock."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.scheduler = Scheduler(
+            BlockPool(settings.pool_blocks),
+            block_size=BLOCK_SIZE,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_mixed_prefill_tokens=settings.max_batched_tokens,
+            max_running=settings.max_running,
+            max_model_len=1 << 20,
+            max_overtaking=settings.max_overtaking,
+        )
+
+    def run(self, asked: list[tuple[float, int, int, int]]) -> tuple[dict, dict, dict]:
+        """(time of the first token, of the last one, cached tokens) of each."""
+        now, first, last, cached = 0.0, {}, {}, {}
+        coming = list(enumerate(asked))
+        while coming or self.scheduler.sequences:
+            if not self.scheduler.sequences:
+                now = max(now, coming[0][1][0])
+            while coming and coming[0][1][0] <= now:
+                number, (_, name, prompt, output) = coming.pop(0)
+                sampling = SamplingParams(max_tokens=output)
+                request = Request(request_id=str(number), prompt_token_ids=[name] * prompt, sampling=sampling)
+                self.scheduler.add(Sequence(request, number, BLOCK_SIZE, b"root"))
+            step = self.scheduler.schedule(0.0)
+            now += self.seconds(step)
+            sampling = [entry.sequence for entry in step.entries if entry.samples]
+            for one in self.scheduler.complete(step, {one.request_id: 10**6 + one.arrival for one in sampling}):
+                first.setdefault(one.arrival, now)
+                cached[one.arrival] = one.num_cached_tokens
+                if one.state is State.FINISHED:
+                    last[one.arrival] = now
+        return first, last, cached
+
+    def seconds(self, step: Step) -> float:
+        chunks = [entry for entry in step.entries if not entry.sequence.num_output_tokens]
+        decodes = [entry for entry in step.entries if entry.sequence.num_output_tokens]
+        products = sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in chunks)
+        kept = sum(entry.start for entry in decodes)
+        return Timing().mixed(sum(entry.num_tokens for entry in chunks), products, len(decodes), kept)
 
 
 def test_short_prompts_pass_long_ones_as_in_the_engine() -> None:
