@@ -27,6 +27,10 @@ class GatewayMetrics:
         )
         self.completion_tokens = Counter("tandem_request_completion_tokens", "Tokens generated", registry=registry)
         self.moved = Counter("tandem_requests_moved", "Sequences placed again after a loss", registry=registry)
+        self.retries = Counter("tandem_retries", "Placements and attempts that failed, tried again", registry=registry)
+        self.retries_refused = Counter(
+            "tandem_retries_refused", "Tries again that the retry budget did not allow", registry=registry
+        )
         self.ttft = Histogram(
             "tandem_ttft_seconds", "From arrival to the first token", registry=registry, buckets=_LATENCY
         )

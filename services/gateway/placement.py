@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.cluster_state import ClusterState
 from services.gateway.errors import ApiError, invalid, overloaded, timed_out, unavailable
+from services.gateway.retries import RetryBudget
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import ChannelClosed, answer_of, make_channel
 from services.security import ClusterKey
@@ -41,7 +42,6 @@ _FAULTS = {
     grpc.StatusCode.FAILED_PRECONDITION: router_pb2.UNTOLD,
 }
 _TRY_AGAIN = (
-    grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
@@ -64,7 +64,8 @@ class NoRouter(Exception):
 class Placements:
     """Places requests on workers through the router."""
 
-    def __init__(self, state: ClusterState, key: ClusterKey | None, worker_wait: float) -> None:
+    def __init__(self, state: ClusterState, key: ClusterKey | None, worker_wait: float, retries: RetryBudget) -> None:
+        self.retries = retries
         self._state = state
         self._key = key
         self._worker_wait = worker_wait
@@ -119,7 +120,7 @@ class Placements:
             raise timed_out()
         try:
             async for attempt in stamina.retry_context(
-                on=_worth_a_retry,
+                on=self._is_tried_again,
                 attempts=None,
                 timeout=min(remaining, self._worker_wait),
                 wait_initial=0.05,
@@ -189,6 +190,16 @@ class Placements:
             raise NoRouter
         return routers[(zlib.crc32(request_id.encode()) + attempt - 1) % len(routers)].grpc_address
 
+    def _is_tried_again(self, error: Exception) -> bool:
+        """Whether to ask again: for who is gone one waits, who fails is asked again within the budget."""
+        if isinstance(error, NoRouter | ChannelClosed):
+            return True
+        if not isinstance(error, grpc.aio.AioRpcError):
+            return False
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return True
+        return error.code() in _TRY_AGAIN and self.retries.spend(time.monotonic())
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
@@ -236,12 +247,6 @@ async def _notice(call: Any) -> None:
         log.debug("a notice was lost", code=error.code().name, details=error.details())
     except ChannelClosed as error:
         log.debug("a notice was lost", details=str(error))
-
-
-def _worth_a_retry(error: Exception) -> bool:
-    if isinstance(error, NoRouter | ChannelClosed):
-        return True
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _TRY_AGAIN
 
 
 def _refusal(error: grpc.aio.AioRpcError, deadline: float) -> ApiError:

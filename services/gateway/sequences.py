@@ -160,7 +160,9 @@ class Sequence:
         if self.output_token_ids and len(self.output_token_ids) >= self.spec.sampling.max_tokens:
             self._end_at_max_tokens()
             return
-        self._attempt = Attempt(self.attempt)
+        self._attempt, is_refused = Attempt(self.attempt), False
+        if not self.attempt:
+            self._placements.retries.earn(time.monotonic())
         self._placed = True  # even if the answer does not come, the router may hold a reservation
         placement = await self._placements.place(self._place_request(), self.spec.deadline)
         self._attempt.placed(placement)
@@ -168,6 +170,7 @@ class Sequence:
         try:
             await self._placements.submit(self.worker, self._submit_request(placement), self.spec.deadline)
         except WorkerLost as error:
+            is_refused = True
             self.lose(str(error), exclude=True, outcome=error.outcome)
         try:
             async with asyncio.timeout(self.spec.deadline - time.monotonic()):
@@ -179,6 +182,9 @@ class Sequence:
             self.attempt += 1
             if self.attempt >= _MAX_ATTEMPTS:
                 raise unavailable("The request was moved too often")
+            begun = bool(self.output_token_ids)
+            if is_refused and not begun and not self._placements.retries.spend(time.monotonic()):
+                raise unavailable("Too many requests had to be tried again, and this one is not; try again later")
 
     def _timed_out(self) -> ApiError:
         """The deadline is over: a fault of a worker that gave no token at all, not of one that had too much to give."""

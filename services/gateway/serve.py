@@ -22,6 +22,7 @@ from services.gateway.http_protocol import BoundedHttpProtocol
 from services.gateway.intake import Intake, TextModel
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placements
+from services.gateway.retries import RetryBudget
 from services.gateway.token_socket import TokenSocket
 from services.process import new_incarnation, stop_signal
 from services.rpc import cluster_pb2
@@ -56,7 +57,7 @@ async def serve(config: GatewayConfig) -> None:
     await state.connect()
     rpc = RpcServer(config.bind, 0, key, metrics.registry)
     tokens = TokenSocket(config.bind, key)
-    placements = Placements(state, key, config.worker_wait)
+    placements = Placements(state, key, config.worker_wait, RetryBudget(metrics))
     running = Running(placements, tokens, incarnation)
     state.on_silence(running.was_silent)
     intake = Intake(config, text, running)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from services.cluster_state import ClusterState
 from services.embedded_state import EmbeddedState
 from services.gateway.errors import ApiError
 from services.gateway.generation import Running
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placements
+from services.gateway.retries import RetryBudget
 from services.gateway.sequences import Sequence, SequenceSpec
 from services.gateway.token_socket import TokenSocket
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -166,7 +169,7 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
     await state.connect()
     tokens = TokenSocket("127.0.0.1", None)
     receiving = asyncio.create_task(tokens.run())
-    placements = Placements(state, None, wait)
+    placements = Placements(state, None, wait, RetryBudget(GatewayMetrics()))
     try:
         yield Setting(placements, tokens, router, states)
     finally:
@@ -275,6 +278,43 @@ async def test_what_a_refusal_says_of_a_worker(code: grpc.StatusCode, outcome: r
         assert all_.router.outcomes == {0: outcome} | ({1: router_pb2.OK} if moved else {})
         assert {report.attempt: report.decode[0] for report in all_.router.reports}[0] == "a"
         assert not any(report.HasField("ttft_seconds") for report in all_.router.reports if not report.attempt)
+
+
+async def test_a_sick_fleet_is_spared_a_storm_of_tries() -> None:
+    """Every worker refuses everything: after what was saved up, requests are told to come later, and few try again."""
+
+    def refuses(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        raise grpc.RpcError(grpc.StatusCode.INTERNAL)
+
+    async with setting([refuses], [refuses], [refuses], wait=0.05) as all_:
+        number = 0
+        failures: list[ApiError | None] = []
+        started = time.monotonic()
+        while number < 400:
+            sequences = [all_.sequence(request_id=f"cmpl-{number + i}-0") for i in range(20)]
+            await asyncio.gather(*(sequence.run() for sequence in sequences))
+            number += len(sequences)
+            failures += [sequence.failure for sequence in sequences]
+        tries = sum(len(worker.submitted) for worker in all_.router.workers)
+        assert all(failure is not None and failure.status == 503 and failure.retry_after for failure in failures)
+        assert any("tried again" in str(failure) for failure in failures)
+        assert number < tries <= number + 100 + 0.2 * number + 10 * (time.monotonic() - started) + 1
+
+
+async def test_a_stream_that_has_begun_is_not_given_up_for_the_budget() -> None:
+    def breaks_off(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [11]), output(request, 0, [], finish_reason="abort")]
+
+    def refuses(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        raise grpc.RpcError(grpc.StatusCode.INTERNAL)
+
+    async with setting([breaks_off], [refuses], [finish]) as all_:
+        now = time.monotonic()
+        while all_.placements.retries.spend(now):
+            pass
+        sequence = all_.sequence()
+        await sequence.run()
+        assert (sequence.failure, taken(sequence), sequence.attempt) == (None, OUTPUT, 2)
 
 
 async def test_router_hears_that_a_prefill_worker_did_not_deliver() -> None:
