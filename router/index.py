@@ -1,15 +1,18 @@
 """Which worker holds which KV blocks, by chained hash.
 
 A block's hash stands for its whole prefix, so the longest cached prefix of a request on a worker is the number of its
-leading hashes that the worker holds. Workers are rows of the fleet's table; who holds a block is an int with a bit for
+leading hashes that the worker holds. Workers are rows of the fleet's table. Who holds a block is an int with a bit for
 each of them. Blocks that became known together share one int, so a chain is followed at the cost of a look-up a block.
+
+A row's bit is another one each time that all its blocks go at once. So nothing is known of it from that moment on,
+and the old bit is taken from its blocks little by little, before any row gets it.
 
 Memory: about 200 bytes for a block on one worker (hash, entry here, entry in the worker's own set), about 100 more for
 each further worker.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +20,8 @@ from numpy.typing import NDArray
 from engine.request import BlockRemoved, BlockStored, CacheCleared, KvEvent
 
 _FEW = 8  # workers that are rather looked at one by one
+_SLICE = 4096  # blocks that are changed at once: some milliseconds
+_NONE = 0  # the bit of rows that hold nothing; no block has it
 
 
 class BlockIndex:
@@ -24,67 +29,115 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
-        self._hashes_of: defaultdict[int, set[bytes]] = defaultdict(set)
+        self._bits: NDArray[np.intp] = np.zeros(16, np.intp)  # of each row
+        self._hashes_of: list[set[bytes]] = [set()]  # by bit
+        self._leaving: deque[int] = deque()  # bits that are nobody's any more and still in blocks
+        self._free: list[int] = []
 
     def apply(self, row: int, events: Iterable[KvEvent]) -> None:
         """Books what a worker told."""
         for event in events:
             match event:
                 case BlockStored(block_hashes):
-                    self._add(row, block_hashes)
+                    self._add(self._bit(row), block_hashes)
                 case BlockRemoved(block_hashes):
-                    own = self._hashes_of[row]
-                    removed = own.intersection(block_hashes)
-                    own -= removed
-                    self._discard(row, removed)
+                    bit = self._bit(row)
+                    self._discard(bit, self._hashes_of[bit].intersection(block_hashes))
                 case CacheCleared():
                     self.remove(row)
 
-    def replace(self, row: int, hashes: Iterable[bytes]) -> None:
+    def replace(self, row: int, hashes: Sequence[bytes]) -> None:
         """Sets all that a worker holds."""
-        self.remove(row)
-        self._add(row, hashes)
+        for _ in self.replacing(row, hashes):
+            pass
+
+    def replacing(self, row: int, hashes: Sequence[bytes]) -> Iterator[None]:
+        """The same, step by step. What was known before holds up to the end, and for good if that is not waited for."""
+        bit = self._new_bit()
+        try:
+            for start in range(0, len(hashes), _SLICE):
+                self._add(bit, hashes[start : start + _SLICE])
+                yield
+            self.remove(row)
+            self._bits[row], bit = bit, _NONE
+        finally:
+            self._leave(bit)
 
     def remove(self, row: int) -> None:
-        """Forgets a worker, in time of its blocks."""
-        self._discard(row, self._hashes_of.pop(row, ()))
+        """Forgets what a worker holds, at once; `sweep` does the work."""
+        if row >= len(self._bits):
+            self._bits = np.concatenate([self._bits, np.zeros(row + 1, np.intp)])
+        self._leave(int(self._bits[row]))
+        self._bits[row] = _NONE
+
+    def sweep(self) -> bool:
+        """Does a part of the work of removals. Whether there is more."""
+        if self._leaving:
+            bit = self._leaving[0]
+            own = self._hashes_of[bit]
+            self._discard(bit, [own.pop() for _ in range(min(_SLICE, len(own)))])
+            if not own:
+                self._hashes_of[bit] = set()  # a set that was large keeps its memory
+                self._free.append(self._leaving.popleft())
+        return bool(self._leaving)
 
     def depths(self, hashes: Sequence[bytes], rows: int) -> NDArray[np.int32]:
         """Leading blocks of the chain that each of the first `rows` workers holds, `[rows]`."""
-        return depths(hashes, self._holders.get, rows)
+        by_bit = depths(hashes, self._holders.get, len(self._hashes_of))
+        known = by_bit[self._bits[:rows]]
+        return known if len(known) == rows else np.concatenate([known, np.zeros(rows - len(known), np.int32)])
 
     def holders(self, block_hash: bytes) -> set[int]:
         """Workers that hold a block."""
-        return set(bits(self._holders.get(block_hash, 0)))
+        holding = np.isin(self._bits, list(bits(self._holders.get(block_hash, 0))))
+        return set(np.flatnonzero(holding).tolist())
 
     def num_blocks(self, row: int) -> int:
         """Blocks known of a worker."""
-        return len(self._hashes_of.get(row, ()))
+        return len(self._hashes_of[self._bits[row]]) if row < len(self._bits) else 0
 
     def __len__(self) -> int:
-        """Hashes known of anybody."""
+        """Hashes known of anybody, and those that a removal has still to take away."""
         return len(self._holders)
 
-    def _add(self, row: int, hashes: Iterable[bytes]) -> None:
-        holders, own, bit = self._holders, self._hashes_of[row], 1 << row
-        own.update(hashes)
-        with_it = {0: bit}  # one int for all blocks that had the same holders
+    def _bit(self, row: int) -> int:
+        """The row's own bit."""
+        if row >= len(self._bits) or self._bits[row] == _NONE:
+            self.remove(row)
+            self._bits[row] = self._new_bit()
+        return int(self._bits[row])
+
+    def _new_bit(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._hashes_of.append(set())
+        return len(self._hashes_of) - 1
+
+    def _leave(self, bit: int) -> None:
+        if bit != _NONE:
+            self._leaving.append(bit)
+
+    def _add(self, bit: int, hashes: Iterable[bytes]) -> None:
+        holders, mask = self._holders, 1 << bit
+        self._hashes_of[bit].update(hashes)
+        with_it = {0: mask}  # one int for all blocks that had the same holders
         for block_hash in hashes:
             before = holders.get(block_hash, 0)
             after = with_it.get(before)
             if after is None:
-                after = with_it[before] = before | bit
+                after = with_it[before] = before | mask
             holders[block_hash] = after
 
-    def _discard(self, row: int, hashes: Iterable[bytes]) -> None:
-        """Takes the worker's bit from blocks that have it."""
-        holders, bit = self._holders, 1 << row
-        without = {bit: 0}
+    def _discard(self, bit: int, hashes: Iterable[bytes]) -> None:
+        """Takes the bit from blocks that have it."""
+        holders, mask = self._holders, 1 << bit
+        self._hashes_of[bit].difference_update(hashes)
+        without = {mask: 0}
         for block_hash in hashes:
             before = holders[block_hash]
             after = without.get(before)
             if after is None:
-                after = without[before] = before ^ bit
+                after = without[before] = before ^ mask
             if after:
                 holders[block_hash] = after
             else:

@@ -6,7 +6,6 @@ replica is asked to tell all that it has booked. The bookings of a replica that 
 release or lease like any.
 """
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ _BEAT_SECONDS = 0.25  # without news: it is said that there are none
 _ASK_SECONDS = 0.5  # between two questions for the same
 _SILENCE_SECONDS = 10.0  # what was heard from a replica before says nothing any more
 _LONGEST_LEASE = 7200.0  # seconds
-_RELEASES = 1024  # latest ones, told again with all bookings: others may believe that they booked them
+_RELEASES = 2048  # latest ones: a booking of them that is told later was on its way
 _HASHES = 512  # of a prompt's beginning that are told
 
 Key = tuple[str, int]  # request id, attempt
@@ -41,7 +40,7 @@ class _Message(msgspec.Struct, array_like=True):
     sequence: int
     whole: bool  # `booked` is all that this replica has booked
     booked: list[_Booking]
-    released: list[Key]
+    released: list[tuple[Key, bytes]]  # with what its gateway told; b"": nothing
     asked: list[str]  # replicas that shall tell all
 
 
@@ -68,8 +67,8 @@ class SharedLoad:
         self._told = float("-inf")
         self._whole = False  # the next message tells all
         self._booked: dict[Key, Sequence[Chain]] = {}  # since the last message
-        self._released: list[Key] = []
-        self._latest: deque[Key] = deque(maxlen=_RELEASES)
+        self._released: list[tuple[Key, bytes]] = []
+        self._over: dict[Key, None] = {}  # released lately, here or elsewhere
 
     def join(self, replica: str, now: float) -> None:
         """Another replica is there."""
@@ -89,12 +88,12 @@ class SharedLoad:
         if self._peers:
             self._booked[key] = [(layout, hashes[:_HASHES]) for layout, hashes in chains]
 
-    def released(self, key: Key) -> None:
-        """An attempt's end was told here, whoever booked it."""
+    def released(self, key: Key, report: bytes = b"") -> None:
+        """An attempt's end was told here, whoever booked it. `report` is handed to the others, once at most."""
         if self._peers:
             self._booked.pop(key, None)
-            self._released.append(key)
-            self._latest.append(key)
+            self._released.append((key, report))
+            self._remember(key)
 
     @property
     def news(self) -> bool:
@@ -112,7 +111,8 @@ class SharedLoad:
         keys = [key for key, _ in reservations.told_by("")] if self._whole else list(self._booked)
         found = [(key, reservations.get(*key)) for key in keys]
         booked = [self._booking(key, load, now) for key, load in found if load is not None]
-        released = list(self._latest) if self._whole else self._released
+        again = [(key, b"") for key in self._over] if self._whole else []
+        released = again + self._released
         self._sequence += 1
         message = _Message(self._replica, self._sequence, self._whole, booked, released, asked)
         self._told = now
@@ -123,16 +123,19 @@ class SharedLoad:
         """The latest message may not have been heard: the next one tells all."""
         self._whole = bool(self._peers)
 
-    def take_in(self, data: bytes, now: float) -> None:
-        """Applies a message of any replica. Raises msgspec.MsgspecError if it is none."""
+    def take_in(self, data: bytes, now: float) -> list[tuple[Reservation | None, bytes]]:
+        """Applies a message of any replica. Raises msgspec.MsgspecError if it is none.
+
+        Returns reports of attempts that ended, with what was booked of them as far as that was known.
+        """
         message = _decoder.decode(data)
         peer = self._peers.get(message.replica)
         if peer is None:  # this one, one that left, or one that will be asked when it has joined
-            return
+            return []
         peer.heard = now
         self._whole |= self._replica in message.asked
         if message.sequence <= peer.sequence:
-            return
+            return []
         peer.complete = message.whole or (peer.complete and message.sequence == peer.sequence + 1)
         peer.sequence = message.sequence
         reservations = self._placer.reservations
@@ -140,8 +143,12 @@ class SharedLoad:
             told = {booking.key for booking in message.booked}
             self._release(key for key, _ in reservations.told_by(message.replica) if key not in told)
         for booking in message.booked:
-            self._book(booking, message.replica, now)
-        self._release(message.released)
+            if booking.key not in self._over:
+                self._book(booking, message.replica, now)
+        for key, _ in message.released:
+            self._remember(key)
+        ended = [(reservations.release(*key), report) for key, report in message.released]
+        return [end for end in ended if end[1]]
 
     def staleness(self, now: float) -> float:
         """Seconds since the word of the replica that has been silent for the longest time; 0: there is no other."""
@@ -173,6 +180,11 @@ class SharedLoad:
         load = replace(load, decode=decode, prefill=prefill, booked=now, expires=now + lease, told_by=replica)
         self._placer.reservations.reserve(*booking.key, load)
         self._placer.expect({decode, decode if prefill is None else prefill}, booking.chains, now)
+
+    def _remember(self, key: Key) -> None:
+        self._over[key] = None
+        if len(self._over) > _RELEASES:
+            del self._over[next(iter(self._over))]
 
     def _release(self, keys: Iterable[Key]) -> None:
         for key in keys:

@@ -10,7 +10,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.hashing import block_hashes
+from engine.hashing import block_hashes, test_vector
 from engine.request import BlockStored
 from services.config import RouterConfig
 from services.router.service import RouterService
@@ -26,13 +26,21 @@ def chain(name: str, blocks: int = 10) -> list[bytes]:
     return block_hashes(range(blocks * BLOCK_SIZE), BLOCK_SIZE, name.encode())
 
 
+class Nobody:
+    """In place of a socket."""
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        """Nobody hears it."""
+
+
 class Worker(worker_pb2_grpc.WorkerServicer):
     """A worker as the router sees it: a cache, its events and its snapshots."""
 
     def __init__(self, incarnation: str, role: str = "decode", key: ClusterKey | None = None) -> None:
         self.held: list[bytes] = []
         self.snapshots = 0
-        self.refusals = 0  # snapshots that fail yet
+        self.replays = 0
+        self.refusals = 0  # answers that fail yet
         self.server = RpcServer("127.0.0.1", 0, key, CollectorRegistry())
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
         self.events = EventPublisher(incarnation, "127.0.0.1", key)
@@ -44,19 +52,30 @@ class Worker(worker_pb2_grpc.WorkerServicer):
             events_address=self.events.address,
             fetches=True,
             sends=True,
-            model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE, layout="l"),
+            model=cluster_pb2.ModelCard(name="m", block_size=BLOCK_SIZE, layout="l", hash_vector=test_vector()),
         )
 
     async def CacheSnapshot(
         self, request: worker_pb2.CacheSnapshotRequest, context: Any
     ) -> worker_pb2.CacheSnapshotReply:
         self.snapshots += 1
-        if self.refusals:
-            self.refusals -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        await self._refuse(context)
         return worker_pb2.CacheSnapshotReply(
             incarnation=self.member.incarnation, sequence=self.events.sequence, block_hashes=self.held
         )
+
+    async def KvEvents(self, request: worker_pb2.KvEventsRequest, context: Any) -> worker_pb2.KvEventsReply:
+        await self._refuse(context)
+        self.replays += 1
+        batches = self.events.since(request.after)
+        return worker_pb2.KvEventsReply(
+            incarnation=self.member.incarnation, kept=batches is not None, batches=batches or ()
+        )
+
+    async def _refuse(self, context: Any) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
 
     def store(self, hashes: list[bytes]) -> None:
         self.held += hashes
@@ -64,8 +83,9 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
     def store_unheard(self, hashes: list[bytes]) -> None:
         """The batch that tells of it is lost on its way."""
-        self.held += hashes
-        self.events.sequence += 1
+        socket, self.events._socket = self.events._socket, Nobody()  # type: ignore[assignment]
+        self.store(hashes)
+        self.events._socket = socket
 
     async def close(self) -> None:
         self.events.close()

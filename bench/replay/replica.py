@@ -105,7 +105,7 @@ class Replica:
         verdict = self._feeds[worker].judge(batch.sequence)
         if verdict is Verdict.APPLY:
             self.placer.index.apply(worker, batch.events)
-        return verdict is not Verdict.RESYNC
+        return verdict in (Verdict.APPLY, Verdict.IGNORE)
 
     def take_snapshot(self, worker: int, sequence: int, hashes: list[bytes]) -> None:
         """All that a worker holds after batch `sequence`."""

@@ -17,6 +17,7 @@ class Attempt:
         self._prefill = ""
         self._decode = ""
         self._prefill_failed = False
+        self._cached_tokens: int | None = None  # not known before the first output
         self._placed_at = self._first_at = self._last_at = 0.0  # monotonic seconds
         self._output_tokens = 0
 
@@ -30,6 +31,10 @@ class Attempt:
         self._placed_at = time.monotonic()
         self._decode, self._prefill = placement.decode.incarnation, placement.prefill.incarnation
 
+    def reused(self, cached_tokens: int) -> None:
+        """The first output of the sequence came in this attempt, and says so much of the prompt's reuse."""
+        self._cached_tokens = max(self._cached_tokens or 0, cached_tokens)
+
     def received(self, output: TokenOutput, new_tokens: int) -> None:
         """An output of this attempt came, with so many tokens that were not known yet."""
         self._prefill_failed |= output.prefill_failed
@@ -38,12 +43,12 @@ class Attempt:
             self._first_at = self._first_at or self._last_at
             self._output_tokens += new_tokens
 
-    def report(self, request_id: str, cached_tokens: int) -> router_pb2.ReleaseRequest:
+    def report(self, request_id: str) -> router_pb2.ReleaseRequest:
         """What is told of it."""
         return router_pb2.ReleaseRequest(
             request_id=request_id,
             attempt=self.number,
-            cached_tokens=cached_tokens,
+            cached_tokens=self._cached_tokens,
             outcome=self.outcome,
             decode=self._decode,
             prefill=self._prefill,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -20,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.cluster_state import ClusterState
 from services.gateway.errors import ApiError, invalid, overloaded, timed_out, unavailable
 from services.gateway.retries import RetryBudget
-from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.gateway.routers import NoRouter, Routers
+from services.rpc import cluster_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from services.rpc_server import ChannelClosed, answer_of, make_channel
 from services.security import ClusterKey
 
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 _PLACE_SECONDS = 2.0
 _SUBMIT_SECONDS = 5.0
-_NOTICE_SECONDS = 2.0  # abort and release
+_NOTICE_SECONDS = 2.0  # abort
 _PROBE_SECONDS = 1.0
 _WAKING_SECONDS = 5
 _DECODING_ROLES = ("decode", "aggregated")
@@ -57,10 +57,6 @@ class WorkerLost(Exception):
         self.outcome = outcome
 
 
-class NoRouter(Exception):
-    """No router is known now."""
-
-
 class Placements:
     """Places requests on workers through the router."""
 
@@ -70,6 +66,7 @@ class Placements:
         self._key = key
         self._worker_wait = worker_wait
         self._channels: dict[str, grpc.aio.Channel] = {}  # by address
+        self._routers = Routers(state, self.channel)
         self._watches: dict[str, asyncio.Task[None]] = {}  # by incarnation of a decoding worker
         self._background: set[asyncio.Task[None]] = set()
         self._on_lost: list[Callable[[str], None]] = []
@@ -131,9 +128,7 @@ class Placements:
                     if self.asleep:
                         raise unavailable("All workers are asleep; `tandem wake` wakes them", _WAKING_SECONDS)
                     request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
-                    stub = router_pb2_grpc.RouterStub(
-                        self.channel(self._router_address(request.request_id, attempt.num))
-                    )
+                    stub = self._routers.choose(request, attempt.num)
                     placement: router_pb2.Placement = await answer_of(stub.Place(request, timeout=_PLACE_SECONDS))
                     return placement
         except (NoRouter, ChannelClosed):
@@ -168,10 +163,8 @@ class Placements:
         self._spawn(_notice(stub.Abort(request, timeout=_NOTICE_SECONDS)))
 
     def release(self, request: router_pb2.ReleaseRequest) -> None:
-        """Tells all routers in the background that an attempt has ended, and how."""
-        for router in self._state.members("router"):
-            stub = router_pb2_grpc.RouterStub(self.channel(router.grpc_address))
-            self._spawn(_notice(stub.Release(request, timeout=_NOTICE_SECONDS)))
+        """Tells the router in the background that an attempt has ended, and how."""
+        self._spawn(self._routers.release(request))
 
     async def close(self) -> None:
         """Sees notices out and closes all channels."""
@@ -182,13 +175,6 @@ class Placements:
         await asyncio.gather(*(channel.close() for channel in self._channels.values()))
 
     # Inside
-
-    def _router_address(self, request_id: str, attempt: int) -> str:
-        """Requests are spread over all routers; each further attempt goes to the next one."""
-        routers = sorted(self._state.members("router"), key=lambda member: member.incarnation)
-        if not routers:
-            raise NoRouter
-        return routers[(zlib.crc32(request_id.encode()) + attempt - 1) % len(routers)].grpc_address
 
     def _is_tried_again(self, error: Exception) -> bool:
         """Whether to ask again: for who is gone one waits, who fails is asked again within the budget."""

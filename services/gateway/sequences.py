@@ -141,6 +141,7 @@ class Sequence:
             return False
         if output.index == 0:
             self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+            self._attempt.reused(output.cached_tokens)
         if known:
             if known > len(output.token_ids) or (known == len(output.token_ids) and output.finish_reason is None):
                 return False
@@ -209,7 +210,7 @@ class Sequence:
         if self.worker is not None and self.finish_reason is None:
             self._placements.abort(self.worker, self.spec.request_id, self.attempt, reason)
         if self._placed:
-            self._placements.release(self._attempt.report(self.spec.request_id, self.cached_tokens))
+            self._placements.release(self._attempt.report(self.spec.request_id))
         self.worker, self._placed = None, False
 
     def _place_request(self) -> router_pb2.PlaceRequest:

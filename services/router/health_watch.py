@@ -57,11 +57,12 @@ class HealthWatch:
         """A worker's heartbeat."""
         self._health.heard(row, running=load.running, steps=load.steps, now=time.monotonic())
 
-    def ended(self, report: router_pb2.ReleaseRequest) -> None:
-        """An attempt has ended."""
+    def ended(self, report: router_pb2.ReleaseRequest, *, counts: bool) -> None:
+        """An attempt has ended. `counts`: in the metrics, of one router only."""
         outcome = _OUTCOMES.get(report.outcome, Outcome.UNTOLD)
-        self._metrics.outcomes.labels(outcome.value).inc()
-        self._metrics.transfer_faults.inc(report.prefill_failed)
+        if counts:
+            self._metrics.outcomes.labels(outcome.value).inc()
+            self._metrics.transfer_faults.inc(report.prefill_failed)
         self._health.ended(
             Report(
                 key=(report.request_id, report.attempt),

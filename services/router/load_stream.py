@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import structlog
+from google.protobuf.message import DecodeError
 
 from router.shared_load import SharedLoad
 from services.cluster_state import REDIS_ERRORS, redis_client
@@ -30,14 +31,21 @@ _FIELD = b"m"
 
 
 class LoadStream:
-    """One router's connection to the stream of `cluster` at `url`. `news` is set when there is something to tell."""
+    """One router's connection to the stream of `cluster` at `url`.
 
-    def __init__(self, url: str, cluster: str, shared: SharedLoad, news: asyncio.Event) -> None:
+    `news` is set when `shared` has something to tell; `hear` gets what others told and raises MsgspecError or
+    DecodeError for what it does not understand.
+    """
+
+    def __init__(
+        self, url: str, cluster: str, shared: SharedLoad, news: asyncio.Event, hear: Callable[[bytes], None]
+    ) -> None:
         self._shared = shared
         self._stream = f"{cluster}:router-load"
         self._writer = redis_client(url)
         self._reader: Any = redis_client(url, _TIMEOUT_SECONDS)  # its types leave open what an answer is
         self._news = news
+        self._take_in = hear
         self._closing = False
         self._cursor: bytes | None = None  # id of the last entry that was read; None: of those to come
         self._failing: set[str] = set()
@@ -94,8 +102,8 @@ class LoadStream:
         for _, entries in found:
             for self._cursor, fields in entries:
                 try:
-                    self._shared.take_in(fields.get(_FIELD, b""), time.monotonic())
-                except msgspec.MsgspecError as error:
+                    self._take_in(fields.get(_FIELD, b""))
+                except (msgspec.MsgspecError, DecodeError) as error:
                     log.warning("a malformed message of a router dropped", error=str(error))
 
     async def _latest(self) -> bytes:

@@ -4,6 +4,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.health import Outcome
 from router.policy import Way
+from router.self_check import Mode
+
+CACHE_STATES = ("known", "unknown", "silent", "refused")
+OVERLAPS = ("predicted", "actual", "both")
 
 
 class RouterMetrics:
@@ -19,19 +23,32 @@ class RouterMetrics:
         )
         self.overlap = Counter(
             "tandem_router_overlap_blocks",
-            "Cached prompt blocks, as predicted and as found",
+            "Cached prompt blocks, as predicted, as found, and both",
             ["kind"],
             registry=registry,
         )
         self.placements = Counter("tandem_router_placements", "Placements by reason", ["reason"], registry=registry)
         for way in Way:
             self.placements.labels(way.value)
-        for kind in ("predicted", "actual"):
+        for kind in OVERLAPS:
             self.overlap.labels(kind)
         self.fetches = Counter(
             "tandem_router_fetches", "Placements with a prefix to be fetched from another worker", registry=registry
         )
         self.resyncs = Counter("tandem_router_resyncs", "Snapshots taken of workers' caches", registry=registry)
+        self.replays = Counter("tandem_router_replays", "Missing KV events that a worker sent again", registry=registry)
+        self.caches = Gauge("tandem_router_caches", "Workers, by what is known of them", ["state"], registry=registry)
+        self.precision = Gauge(
+            "tandem_router_precision", "Part of the tokens predicted to be cached that were found", registry=registry
+        )
+        self.recall = Gauge(
+            "tandem_router_recall", "Part of the cached tokens found that were predicted", registry=registry
+        )
+        self.mode = Gauge("tandem_router_mode", "1: what placements go by", ["mode"], registry=registry)
+        for mode in Mode:
+            self.mode.labels(mode.value)
+        for state in CACHE_STATES:
+            self.caches.labels(state)
         self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
         self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
         self.reservations = Gauge("tandem_router_reservations", "Requests under way", registry=registry)

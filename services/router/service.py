@@ -10,19 +10,20 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
-import zmq
 
 from router.placer import Placed, Placer
 from router.policies import session_key
 from router.policy import NoWorker, Way
+from router.reservations import Reservation
+from router.self_check import Mode, ReuseCheck, is_alarm, judge
 from router.shared_load import SharedLoad
 from router.snapshot import Ask
 from services.config import RouterConfig
 from services.process import new_incarnation
-from services.router.cache_watcher import CacheWatcher
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
-from services.router.metrics import RouterMetrics
+from services.router.metrics import OVERLAPS, RouterMetrics
+from services.router.watchers import Watchers, hashes_alike
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
 from services.security import ClusterKey
 
@@ -33,6 +34,7 @@ _SESSION_BLOCKS = 4  # which keep prompts together that name no session
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _SAY_AGAIN_SECONDS = 60.0
+_NO_LAYOUT = -1  # no prompt has hashes of it
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -40,7 +42,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def __init__(self, config: RouterConfig, key: ClusterKey | None) -> None:
         self.metrics = RouterMetrics()
-        self._key = key
         self._placer = Placer(
             policy=config.policy,
             local_prefill_tokens=config.local_prefill_tokens,
@@ -49,9 +50,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
             overlap_temperature=config.overlap_temperature,
         )
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
-        self._watchers: dict[int, CacheWatcher] = {}
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
+        self._watchers = Watchers(self._placer.index, key, self.metrics)
+        self._check = ReuseCheck()
+        self._mode, self._why = Mode.PREFIX, ""
         self._explanations = Explanations(config.policy)
+        self._policy = config.policy
         self._say_alone_at = 0.0
         self.incarnation = new_incarnation()
         self.shared = SharedLoad(self.incarnation, self._placer)
@@ -74,7 +78,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         else:
             row = self._placer.fleet.join(member.incarnation)
             if row not in self._members:
-                self._watch(row, member)
+                self._watchers.join(row, member)
             self._members[row] = member
             self._describe(row, member)
             self._health.heard(row, member.load)
@@ -87,27 +91,20 @@ class RouterService(router_pb2_grpc.RouterServicer):
         row = self._placer.fleet.row(incarnation)
         if row is not None:
             del self._members[row]
-            if watcher := self._watchers.pop(row, None):
-                watcher.stop()
             self._placer.leave(incarnation)
-
-    def _watch(self, row: int, member: cluster_pb2.Member) -> None:
-        try:
-            self._watchers[row] = CacheWatcher(member, row, self._placer.index, self._key, self.metrics)
-        except zmq.ZMQError as error:  # it is placed by its load and by what is expected of it
-            log.warning("a worker's KV events cannot be followed", worker=member.name, error=str(error))
+            self._watchers.leave(row)
 
     def _describe(self, row: int, member: cluster_pb2.Member) -> None:
-        fleet, load = self._placer.fleet, member.load
+        fleet, load, alike = self._placer.fleet, member.load, hashes_alike(member)
         fleet.set(
             row,
             ready=not member.draining and not member.asleep,
             prefills=member.role == "prefill",
             decodes=member.role != "prefill",
             aggregated=member.role == "aggregated",
-            fetches=member.fetches,
-            sends=member.sends,
-            layout=fleet.layout(member.model.layout),
+            fetches=member.fetches and alike,
+            sends=member.sends and alike,
+            layout=fleet.layout(member.model.layout) if alike else _NO_LAYOUT,
             block_size=member.model.block_size,
             waiting_for_blocks=load.waiting_for_blocks,
             prefill_rate=_measured(load, "prefill_tokens_per_second"),
@@ -157,20 +154,49 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ReleaseReply:
         """Ends the booking of an attempt, and learns from how it ended."""
         reservation = self._placer.reservations.release(request.request_id, request.attempt)
-        self.shared.released((request.request_id, request.attempt))
+        self.shared.released((request.request_id, request.attempt), request.SerializeToString())
         self.has_news.set()
-        self._health.ended(request)
-        if reservation is not None:
-            size = self._members[reservation.decode].model.block_size
-            self.metrics.overlap.labels("predicted").inc(reservation.predicted_tokens / size)
-            self.metrics.overlap.labels("actual").inc(request.cached_tokens / size)
+        self._ended(request, reservation, told_here=True)
         return router_pb2.ReleaseReply()
 
+    def hear(self, message: bytes) -> None:
+        """Takes in what another router told. Raises msgspec.MsgspecError, or DecodeError for what a gateway told it."""
+        for reservation, report in self.shared.take_in(message, time.monotonic()):
+            self._ended(router_pb2.ReleaseRequest.FromString(report), reservation, told_here=False)
+
     def tick(self, now: float, *, connected: bool = True) -> None:
-        """Once a second: leases and health. `connected`: whether workers' heartbeats come through."""
+        """Once a second: leases, health, the self-check. `connected`: whether workers' heartbeats come through."""
         self._placer.tick(now)
         self._health.tick(now, connected=connected)
         self.shared.tick(now)
+        self._watchers.tick(now)
+        self._check.tick(now)
+        states = self._watchers.states(now)
+        for state, count in states.items():
+            self.metrics.caches.labels(state).set(count)
+        self.metrics.precision.set(self._check.precision)
+        self.metrics.recall.set(self._check.recall)
+        followed = states["known"] + states["unknown"]  # the latter for some seconds only
+        mode, self._why = judge(self._policy, sum(states.values()), followed, self._check)
+        if mode is not self._mode and is_alarm(self._policy, mode):
+            log.warning("requests are routed by load alone", reason=self._why)
+        elif mode is not self._mode and self._why == "":
+            log.info("requests are routed by cached prefixes again")
+        self._mode = mode
+        for each in Mode:
+            self.metrics.mode.labels(each.value).set(each is mode)
+
+    def _ended(self, request: router_pb2.ReleaseRequest, booked: Reservation | None, *, told_here: bool) -> None:
+        """An attempt has ended. All routers learn from it; that which its gateway told counts it."""
+        self._health.ended(request, counts=told_here)
+        if booked is None or not request.HasField("cached_tokens"):
+            return
+        predicted, found = booked.predicted_tokens, request.cached_tokens
+        self._check.observe(predicted, found, time.monotonic())
+        if told_here:
+            size = self._members[booked.decode].model.block_size
+            for kind, tokens in zip(OVERLAPS, (predicted, found, min(predicted, found)), strict=True):
+                self.metrics.overlap.labels(kind).inc(tokens / size)
 
     def _say_alone(self, now: float) -> None:
         """A cluster in which decode workers compute the prompts answers all the same, so that nobody might notice."""

@@ -65,7 +65,7 @@ class RouterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Ends the reservation of one attempt. Idempotent; an unknown attempt is not an error.
+        """Ends the reservation of one attempt, here and at other routers. Idempotent; an unknown attempt is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

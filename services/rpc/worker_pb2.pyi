@@ -124,6 +124,22 @@ class CacheSnapshotReply(_message.Message):
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     def __init__(self, incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
+class KvEventsRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    def __init__(self, after: _Optional[int] = ...) -> None: ...
+
+class KvEventsReply(_message.Message):
+    __slots__ = ("incarnation", "kept", "batches")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    kept: bool
+    batches: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, incarnation: _Optional[str] = ..., kept: _Optional[bool] = ..., batches: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class SleepRequest(_message.Message):
     __slots__ = ("drain", "timeout_seconds")
     DRAIN_FIELD_NUMBER: _ClassVar[int]

@@ -55,6 +55,11 @@ class WorkerStub:
                 request_serializer=services_dot_rpc_dot_worker__pb2.CacheSnapshotRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_worker__pb2.CacheSnapshotReply.FromString,
                 _registered_method=True)
+        self.KvEvents = channel.unary_unary(
+                '/tandem.v1.Worker/KvEvents',
+                request_serializer=services_dot_rpc_dot_worker__pb2.KvEventsRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_worker__pb2.KvEventsReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -84,7 +89,14 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CacheSnapshot(self, request, context):
-        """The hashes held now and the sequence number of the last KV event they include.
+        """The hashes held now and the sequence number of the last batch of KV events that they include.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KvEvents(self, request, context):
+        """The latest batches of KV events once more, for a router that has missed some.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +124,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.CacheSnapshot,
                     request_deserializer=services_dot_rpc_dot_worker__pb2.CacheSnapshotRequest.FromString,
                     response_serializer=services_dot_rpc_dot_worker__pb2.CacheSnapshotReply.SerializeToString,
+            ),
+            'KvEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.KvEvents,
+                    request_deserializer=services_dot_rpc_dot_worker__pb2.KvEventsRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_worker__pb2.KvEventsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +240,33 @@ class Worker:
             '/tandem.v1.Worker/CacheSnapshot',
             services_dot_rpc_dot_worker__pb2.CacheSnapshotRequest.SerializeToString,
             services_dot_rpc_dot_worker__pb2.CacheSnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/KvEvents',
+            services_dot_rpc_dot_worker__pb2.KvEventsRequest.SerializeToString,
+            services_dot_rpc_dot_worker__pb2.KvEventsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -317,6 +317,7 @@ class Worker:
             beats["tick"] += 1
             if beats["tick"] % _BEAT_TICKS == 0:
                 tokens.count()
+                self._events.beat()
                 await rpc.set_healthy(now - thread.last_progress < HANG_SECONDS and not self._service.draining)
                 await self._refresh_load(thread)
 

@@ -116,6 +116,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         hashes = await self._engine.call(self._engine.engine.snapshot_hashes)
         return worker_pb2.CacheSnapshotReply(incarnation=self.incarnation, sequence=sequence, block_hashes=hashes)
 
+    async def KvEvents(
+        self, request: worker_pb2.KvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.KvEventsReply:
+        """What was published behind a number."""
+        batches = self._events.since(request.after)
+        return worker_pb2.KvEventsReply(incarnation=self.incarnation, kept=batches is not None, batches=batches or ())
+
     def abort(self, key: str, reason: str) -> bool:
         """Stops the sequence and its transfer; remembers the key so that a late Submit does nothing."""
         known = self.admitted.pop(key, None) is not None

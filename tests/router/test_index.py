@@ -50,6 +50,19 @@ class IndexIsTheModel(RuleBasedStateMachine):
         self.index.remove(worker)
         self.model[worker] = set()
 
+    @rule(worker=st.sampled_from(WORKERS), hashes=HASHES)
+    def snapshot_that_is_given_up(self, worker: int, hashes: list[bytes]) -> None:
+        steps = self.index.replacing(worker, hashes)
+        next(steps, None)
+        if hashes:
+            steps.close()
+        else:
+            self.model[worker] = set()
+
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
+
     @invariant()
     def same_as_the_model(self) -> None:
         depths = self.index.depths(CHAIN, ROWS)
@@ -61,8 +74,10 @@ class IndexIsTheModel(RuleBasedStateMachine):
         for block_hash in CHAIN:
             assert self.index.holders(block_hash) == {w for w, held in self.model.items() if block_hash in held}
 
-    @invariant()
+    @rule()
     def nothing_is_left_behind(self) -> None:
+        while self.index.sweep():
+            pass
         assert len(self.index) == len(set().union(*self.model.values()))
 
 
@@ -90,7 +105,34 @@ def test_a_cleared_cache_attracts_nothing() -> None:
     index = BlockIndex()
     index.apply(0, [BlockStored(CHAIN), CacheCleared()])
     assert index.depths(CHAIN, 1).tolist() == [0]
+    assert not index.sweep()
     assert len(index) == 0
+
+
+def test_a_worker_s_blocks_are_gone_at_once_and_taken_away_in_parts() -> None:
+    """Also for whoever is next in its row."""
+    index = BlockIndex()
+    many = [number.to_bytes(16, "little") for number in range(10_000)]
+    index.apply(0, [BlockStored(many)])
+    index.apply(1, [BlockStored(many[:100])])
+    index.remove(0)
+    assert index.depths(many, 2).tolist() == [0, 100] and index.num_blocks(0) == 0
+    index.apply(0, [BlockStored(many[:3])])
+    assert index.depths(many, 2).tolist() == [3, 100] and index.holders(many[2]) == {0, 1}
+    left = [len(index)]
+    while index.sweep():
+        left.append(len(index))
+    assert left == sorted(left, reverse=True) and len(left) == 3
+    assert index.depths(many, 2).tolist() == [3, 100] and len(index) == 100
+
+
+def test_bits_of_those_that_left_are_used_again() -> None:
+    index = BlockIndex()
+    for number in range(1000):
+        index.apply(number % 3, [BlockStored(CHAIN)])
+        index.remove(number % 3)
+        index.sweep()
+    assert len(index) == 0 and len(index._hashes_of) < 8
 
 
 def test_many_workers_fall_behind_at_once_and_one_by_one() -> None:

@@ -41,9 +41,9 @@ class Replica:
         self.shared.booked(key, chains)
         return bytes(self.placer.fleet.table["worker"][placed.decision.decode]).decode()
 
-    def release(self, key: tuple[str, int]) -> None:
+    def release(self, key: tuple[str, int], report: bytes = b"") -> None:
         self.placer.reservations.release(*key)
-        self.shared.released(key)
+        self.shared.released(key, report)
 
     def load(self) -> dict[str, tuple[int, float, float]]:
         """Booked requests and tokens of each worker."""
@@ -177,6 +177,33 @@ def test_a_silent_replica_counts_no_more_and_is_asked_when_it_is_back() -> None:
     assert b.booked == 0
     exchange(a, b, now=12.0)
     assert b.load() == a.load() and b.booked == 1
+
+
+def test_a_booking_that_was_on_its_way_when_its_end_was_told_does_not_come_back() -> None:
+    a, b, c = three()
+    a.place(("x", 0), 0.0)
+    late = a.shared.message(0.01)
+    assert late is not None
+    c.release(("x", 0))
+    end = c.shared.message(0.02)
+    assert end is not None
+    for message in (end, late):
+        for hearer in (a, b, c):
+            hearer.shared.take_in(message, 0.03)
+    assert [each.booked for each in (a, b, c)] == [0, 0, 0]
+
+
+def test_what_a_gateway_told_reaches_the_others_once() -> None:
+    a, b, c = three()
+    a.place(("x", 0), 0.0)
+    exchange(a, b, now=0.01)
+    a.release(("x", 0), b"report")
+    message = a.shared.message(0.02)
+    assert message is not None
+    ((known, report),) = b.shared.take_in(message, 0.03)
+    assert known is not None and (known.told_by, report) == ("a", b"report")
+    assert b.shared.take_in(message, 0.03) == []
+    assert [(known, report) for known, report in c.shared.take_in(message, 0.03)] == [(None, b"report")]
 
 
 def test_a_retry_at_another_router_is_one_booking() -> None:

@@ -60,7 +60,8 @@ def store() -> Iterator[Store]:
 @contextlib.asynccontextmanager
 async def linked(url: str, *routers: Cluster) -> AsyncIterator[None]:
     """They know and hear each other."""
-    streams = [LoadStream(url, "test", router.service.shared, router.service.has_news) for router in routers]
+    services = [router.service for router in routers]
+    streams = [LoadStream(url, "test", each.shared, each.has_news, each.hear) for each in services]
     tasks = [asyncio.ensure_future(stream.run()) for stream in streams]
     for router in routers:
         for other in routers:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -10,14 +11,15 @@ import time
 import grpc
 import msgspec
 import pytest
-from router_cluster import BLOCK_SIZE, Worker, chain, cluster, eventually
+from router_cluster import BLOCK_SIZE, Cluster, Worker, chain, cluster, eventually
 from structlog.testing import capture_logs
 
 from engine.hashing import block_hashes
-from engine.request import BlockStored, CacheCleared, KvEventBatch
+from engine.request import BlockRemoved, BlockStored, CacheCleared, KvEventBatch
 from router.expected import ExpectedBlocks
 from services.cluster_state import ClusterState
 from services.embedded_state import EmbeddedState
+from services.router.metrics import CACHE_STATES
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
 from services.rpc_server import make_channel
 from services.security import ClusterKey
@@ -46,11 +48,11 @@ async def test_what_is_held_at_the_join_and_what_comes_later() -> None:
         await eventually(cleared)
 
 
-async def test_a_lost_batch_is_made_good_by_one_snapshot() -> None:
+async def test_a_lost_batch_is_sent_again() -> None:
     async with cluster() as made:
         worker = await made.join("a")
         await made.followed(worker)
-        before = worker.snapshots
+        before = worker.snapshots, worker.replays
         worker.store_unheard(chain("lost"))
         for number in range(5):
             worker.store(chain(f"later {number}"))
@@ -60,11 +62,65 @@ async def test_a_lost_batch_is_made_good_by_one_snapshot() -> None:
 
         await eventually(known)
         await made.followed(worker)
-        assert worker.snapshots == before + 1
+        assert (worker.snapshots, worker.replays) == (before[0], before[1] + 1)
         assert await made.metric("tandem_router_resyncs_total") == worker.snapshots
+        assert await made.metric("tandem_router_replays_total") == worker.replays
 
 
-async def test_a_snapshot_that_fails_is_taken_later_without_another_event() -> None:
+async def test_the_loss_of_the_last_batch_is_noticed_by_the_beat() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        worker.store_unheard(chain("lost"))
+        worker.events.beat()
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("lost")) == 10
+
+        await eventually(known)
+        replays = worker.replays
+        worker.events.beat()
+        await made.followed(worker)
+        assert worker.replays == replays
+
+
+async def test_what_the_worker_keeps_no_more_is_made_good_by_a_snapshot() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        before = worker.snapshots
+        worker.store_unheard(chain("lost"))
+        worker.events._kept.clear()
+        worker.store(chain("last"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("lost")) == 10
+
+        await eventually(known)
+        assert worker.snapshots == before + 1
+
+
+async def test_late_and_repeated_batches_change_nothing() -> None:
+    """What was removed since is not there again."""
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        first = worker.events.sequence + 1
+        worker.store_unheard(chain("x"))
+        worker.events.publish([BlockRemoved(chain("x"))])
+        worker.store(chain("y"))
+        for batch in worker.events.since(first - 1) or ():
+            worker.events._socket.send_multipart([b"kv", batch])
+        worker.store(chain("z"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("z")) == 10
+
+        await eventually(known)
+        assert [await made.cached(worker, chain(name)) for name in "xy"] == [0, 10]
+
+
+async def test_a_worker_that_refuses_is_asked_again_without_another_event() -> None:
     async with cluster() as made:
         worker = await made.join("a")
         await made.followed(worker)
@@ -426,3 +482,103 @@ async def test_placements_are_remembered_as_they_were_decided() -> None:
         for worker in (decode, prefill):  # it is told all the same
             made.service.on_change("left", worker.member)
         assert (await explained("cmpl-1"))[1].rankings == again.rankings
+
+
+# Self-check
+
+
+async def mode_of(made: Cluster) -> str:
+    made.service.tick(time.monotonic())
+    values = {mode: await made.metric("tandem_router_mode", mode=mode) for mode in ("prefix", "load_only")}
+    assert sorted(values.values()) == [0, 1]
+    return max(values, key=lambda mode: values[mode])
+
+
+async def states(made: Cluster) -> dict[str, float]:
+    made.service.tick(time.monotonic())
+    named = {state: await made.metric("tandem_router_caches", state=state) for state in CACHE_STATES}
+    return {state: count for state, count in named.items() if count}
+
+
+async def test_a_worker_that_hashes_otherwise_is_placed_by_load_alone() -> None:
+    async with cluster(fetch_tokens=64) as made:
+        with capture_logs() as logs:
+            strange = Worker("a")
+            strange.held = chain("x")
+            strange.member.model.hash_vector = b"otherwise"
+            await strange.server.start()
+            made.workers.append(strange)
+            made.service.on_change("joined", strange.member)
+        assert [entry["log_level"] for entry in logs if "hashes blocks otherwise" in entry["event"]] == ["warning"]
+        assert await states(made) == {"refused": 1}
+        assert await mode_of(made) == "load_only"
+        for _ in range(3):
+            placement = await made.place(chain("x"))
+            assert placement.decode.incarnation == "a" and placement.decode_cached_blocks == 0
+            assert not placement.HasField("source")
+        assert strange.snapshots == 0
+        worker = await made.join("b")
+        await made.followed(worker)
+        assert await states(made) == {"refused": 1, "known": 1}
+        assert await mode_of(made) == "prefix"
+
+
+async def test_a_worker_whose_events_do_not_come_is_noticed_and_placed_by_what_is_expected() -> None:
+    async with cluster() as made:
+        worker = await made.join("a", "prefill")
+        mute = await made.join("b", "prefill")
+        await made.join("d")
+        mute.held = chain("z")
+
+        async def all_known() -> bool:
+            return await states(made) == {"known": 3}
+
+        await eventually(all_known)
+        with capture_logs() as logs:
+            for watcher in made.service._watchers._watchers.values():
+                watcher._heard -= 100.0  # seconds that pass
+            worker.store(chain("y"))
+            assert await mode_of(made) == "load_only"
+
+            async def heard() -> bool:
+                worker.events.beat()
+                return await states(made) == {"known": 1, "silent": 2}
+
+            await eventually(heard)
+            assert await mode_of(made) == "prefix"
+        said = [entry for entry in logs if "do not come" in entry["event"]]
+        assert 2 <= len(said) <= 3  # once for each
+        assert sum("by load alone" in entry["event"] for entry in logs) == 1
+        assert sum("by cached prefixes again" in entry["event"] for entry in logs) == 1
+        first = (await made.place(chain("n"), exclude_incarnations=["a"])).prefill.incarnation
+        assert first == "b" and (await made.place(chain("n"))).prefill.incarnation == "b"
+
+
+async def test_predictions_that_do_not_hold_are_told() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        await made.followed(worker)
+        worker.store(chain("x"))
+
+        async def known() -> bool:
+            return await made.cached(worker, chain("x")) == 10
+
+        await eventually(known)
+
+        async def run(number: int, **found: int) -> None:
+            await made.place(chain("x"), request_id=f"q{number}")
+            await made.router.Release(router_pb2.ReleaseRequest(request_id=f"q{number}", **found))
+
+        for number in range(30):
+            await run(number)  # no first token: nothing is known of its reuse
+        assert await mode_of(made) == "prefix"
+        assert math.isnan(await made.metric("tandem_router_precision"))
+        for number in range(30):
+            await run(number, cached_tokens=16)
+        assert await mode_of(made) == "load_only"
+        assert await made.metric("tandem_router_precision") == pytest.approx(16 / 159)
+        assert await made.metric("tandem_router_recall") == 1
+        assert await made.metric("tandem_router_overlap_blocks_total", kind="both") == 30
+        for number in range(300):
+            await run(number, cached_tokens=159)
+        assert await mode_of(made) == "prefix"
