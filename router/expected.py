@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.index import depths
+from router.row_bits import RowBits
 
 _LIFETIME = 5.0  # seconds
 _MAX_BLOCKS = 1 << 18  # about 40 MB
@@ -25,59 +26,62 @@ class ExpectedBlocks:
     def __init__(self, lifetime: float = _LIFETIME, max_blocks: int = _MAX_BLOCKS) -> None:
         self._lifetime = lifetime
         self._size = max_blocks // 2  # of a generation
-        self._young: dict[bytes, int] = {}  # workers, a bit for each row
+        self._bits = RowBits()
+        self._young: dict[bytes, int] = {}  # workers, a bit for each
         self._old: dict[bytes, int] = {}
         self._born = 0.0
+        self._ended_young: list[int] = []  # bits of workers that are gone, in blocks of the young generation still
+        self._ended_old: list[int] = []  # in those of the old one only
 
     def expect(self, row: int, hashes: Sequence[bytes], now: float) -> None:
         """The worker will soon hold `hashes`. `now`: monotonic seconds."""
         hashes = hashes[: self._size]
         self.expire(now)
-        young, bit = self._young, 1 << row
-        start = self._known(row, hashes)
+        bit = self._bits.of(row)
+        young, mask = self._young, 1 << bit
+        start = self._known(bit, hashes)
         if len(young) + len(hashes) - start > self._size:
             self._turn(now)
             young, start = self._young, 0
-        with_it = {0: bit}
+        with_it = {0: mask}
         for block_hash in hashes[start:]:
             before = young.get(block_hash, 0)
             after = with_it.get(before)
             if after is None:
-                after = with_it[before] = before | bit
+                after = with_it[before] = before | mask
             young[block_hash] = after
 
     def expire(self, now: float) -> None:
         """Ends what is over."""
         age = now - self._born
         if age >= 2 * self._lifetime:
-            self._young, self._old, self._born = {}, {}, now
+            self._turn(now)
+            self._turn(now)
         elif age >= self._lifetime:
             self._turn(self._born + self._lifetime)
 
     def remove(self, row: int) -> None:
         """Ends all expectations of a worker that is gone."""
-        bit = 1 << row
-        for generation in (self._young, self._old):
-            for block_hash in [block_hash for block_hash, rows in generation.items() if rows & bit]:
-                generation[block_hash] ^= bit
-                if not generation[block_hash]:
-                    del generation[block_hash]
+        bit = self._bits.end(row)
+        if bit is not None:
+            self._ended_young.append(bit)
 
     def depths(self, hashes: Sequence[bytes], rows: int) -> NDArray[np.int32]:
         """Leading blocks of the chain that each of the first `rows` workers will hold, `[rows]`."""
-        young = depths(hashes, self._young.get, rows)
-        return np.maximum(young, depths(hashes, self._old.get, rows)) if self._old else young
+        young = depths(hashes, self._young.get, self._bits.size)
+        both = np.maximum(young, depths(hashes, self._old.get, self._bits.size)) if self._old else young
+        return self._bits.by_row(both, rows)
 
     def __len__(self) -> int:
-        """Distinct blocks expected."""
+        """Distinct blocks expected, also of workers that have left since."""
         return len(self._young.keys() | self._old.keys())
 
-    def _known(self, row: int, hashes: Sequence[bytes]) -> int:
+    def _known(self, bit: int, hashes: Sequence[bytes]) -> int:
         """Leading hashes that are young already on the worker, found by bisection."""
         low, high = 0, len(hashes)
         while low < high:
             middle = (low + high) // 2
-            if self._young.get(hashes[middle], 0) >> row & 1:
+            if self._young.get(hashes[middle], 0) >> bit & 1:
                 low = middle + 1
             else:
                 high = middle
@@ -85,3 +89,6 @@ class ExpectedBlocks:
 
     def _turn(self, born: float) -> None:
         self._young, self._old, self._born = {}, self._young, born
+        for bit in self._ended_old:
+            self._bits.free(bit)
+        self._ended_young, self._ended_old = [], self._ended_young

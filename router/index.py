@@ -4,24 +4,24 @@ A block's hash stands for its whole prefix, so the longest cached prefix of a re
 leading hashes that the worker holds. Workers are rows of the fleet's table. Who holds a block is an int with a bit for
 each of them. Blocks that became known together share one int, so a chain is followed at the cost of a look-up a block.
 
-A row's bit is another one each time that all its blocks go at once. So nothing is known of it from that moment on,
-and the old bit is taken from its blocks little by little, before any row gets it.
+When all blocks of a worker go at once, its row gets another bit (`router.row_bits`), and the old one is taken from the
+blocks little by little.
 
 Memory: about 200 bytes for a block on one worker (hash, entry here, entry in the worker's own set), about 100 more for
 each further worker.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import BlockRemoved, BlockStored, CacheCleared, KvEvent
+from router.row_bits import RowBits
 
 _FEW = 8  # workers that are rather looked at one by one
 _SLICE = 4096  # blocks that are changed at once: some milliseconds
-_NONE = 0  # the bit of rows that hold nothing; no block has it
 
 
 class BlockIndex:
@@ -29,19 +29,18 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
-        self._bits: NDArray[np.intp] = np.zeros(16, np.intp)  # of each row
-        self._hashes_of: list[set[bytes]] = [set()]  # by bit
+        self._bits = RowBits()
+        self._hashes_of: defaultdict[int, set[bytes]] = defaultdict(set)  # by bit
         self._leaving: deque[int] = deque()  # bits that are nobody's any more and still in blocks
-        self._free: list[int] = []
 
     def apply(self, row: int, events: Iterable[KvEvent]) -> None:
         """Books what a worker told."""
         for event in events:
             match event:
                 case BlockStored(block_hashes):
-                    self._add(self._bit(row), block_hashes)
+                    self._add(self._bits.of(row), block_hashes)
                 case BlockRemoved(block_hashes):
-                    bit = self._bit(row)
+                    bit = self._bits.of(row)
                     self._discard(bit, self._hashes_of[bit].intersection(block_hashes))
                 case CacheCleared():
                     self.remove(row)
@@ -53,22 +52,19 @@ class BlockIndex:
 
     def replacing(self, row: int, hashes: Sequence[bytes]) -> Iterator[None]:
         """The same, step by step. What was known before holds up to the end, and for good if that is not waited for."""
-        bit = self._new_bit()
+        leaving: int | None
+        bit = leaving = self._bits.new()
         try:
             for start in range(0, len(hashes), _SLICE):
                 self._add(bit, hashes[start : start + _SLICE])
                 yield
-            self.remove(row)
-            self._bits[row], bit = bit, _NONE
+            leaving = self._bits.give(row, bit)
         finally:
-            self._leave(bit)
+            self._leave(leaving)
 
     def remove(self, row: int) -> None:
         """Forgets what a worker holds, at once; `sweep` does the work."""
-        if row >= len(self._bits):
-            self._bits = np.concatenate([self._bits, np.zeros(row + 1, np.intp)])
-        self._leave(int(self._bits[row]))
-        self._bits[row] = _NONE
+        self._leave(self._bits.end(row))
 
     def sweep(self) -> bool:
         """Does a part of the work of removals. Whether there is more."""
@@ -77,44 +73,29 @@ class BlockIndex:
             own = self._hashes_of[bit]
             self._discard(bit, [own.pop() for _ in range(min(_SLICE, len(own)))])
             if not own:
-                self._hashes_of[bit] = set()  # a set that was large keeps its memory
-                self._free.append(self._leaving.popleft())
+                del self._hashes_of[bit]
+                self._bits.free(self._leaving.popleft())
         return bool(self._leaving)
 
     def depths(self, hashes: Sequence[bytes], rows: int) -> NDArray[np.int32]:
         """Leading blocks of the chain that each of the first `rows` workers holds, `[rows]`."""
-        by_bit = depths(hashes, self._holders.get, len(self._hashes_of))
-        known = by_bit[self._bits[:rows]]
-        return known if len(known) == rows else np.concatenate([known, np.zeros(rows - len(known), np.int32)])
+        return self._bits.by_row(depths(hashes, self._holders.get, self._bits.size), rows)
 
     def holders(self, block_hash: bytes) -> set[int]:
         """Workers that hold a block."""
-        holding = np.isin(self._bits, list(bits(self._holders.get(block_hash, 0))))
-        return set(np.flatnonzero(holding).tolist())
+        return self._bits.rows(list(bits(self._holders.get(block_hash, 0))))
 
     def num_blocks(self, row: int) -> int:
         """Blocks known of a worker."""
-        return len(self._hashes_of[self._bits[row]]) if row < len(self._bits) else 0
+        bit = self._bits.get(row)
+        return 0 if bit is None else len(self._hashes_of[bit])
 
     def __len__(self) -> int:
         """Hashes known of anybody, and those that a removal has still to take away."""
         return len(self._holders)
 
-    def _bit(self, row: int) -> int:
-        """The row's own bit."""
-        if row >= len(self._bits) or self._bits[row] == _NONE:
-            self.remove(row)
-            self._bits[row] = self._new_bit()
-        return int(self._bits[row])
-
-    def _new_bit(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self._hashes_of.append(set())
-        return len(self._hashes_of) - 1
-
-    def _leave(self, bit: int) -> None:
-        if bit != _NONE:
+    def _leave(self, bit: int | None) -> None:
+        if bit is not None:
             self._leaving.append(bit)
 
     def _add(self, bit: int, hashes: Iterable[bytes]) -> None:
