@@ -35,6 +35,7 @@ _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so muc
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _SAY_AGAIN_SECONDS = 60.0
 _NO_LAYOUT = -1  # no prompt has hashes of it
+_RATES = 1e-3, 1e9  # tokens per second that a worker may have measured
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -227,5 +228,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
 
 def _measured(load: cluster_pb2.Load, name: str) -> float:
-    """NaN: not measured."""
-    return float(getattr(load, name)) if load.HasField(name) else math.nan
+    """NaN: not measured, or no rate at all, which must not reach the costs of all workers."""
+    rate = float(getattr(load, name)) if load.HasField(name) else math.nan
+    return rate if rate == 0 or _RATES[0] <= rate <= _RATES[1] else math.nan
