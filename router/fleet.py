@@ -10,6 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Coefficients of the predicted seconds (router.cost): to the first token, and for each token after it. What a worker
+# has as long as nothing is known of its like.
+TTFT_PRIOR = np.array([0.005, 1.0, 1.0, 1.0, 0.05])
+TPOT_PRIOR = np.array([0.008, 1e-4, 1e-7, 0.002])
+NUM_TTFT, NUM_TPOT = len(TTFT_PRIOR), len(TPOT_PRIOR)
+
 WORKER = np.dtype(
     [
         ("worker", "S32"),  # incarnation
@@ -30,6 +36,8 @@ WORKER = np.dtype(
         ("waiting_for_blocks", "i4"),  # requests that cannot start there for want of KV blocks
         ("prefill_rate", "f8"),  # tokens per second that it computes of prompts; NaN: not measured
         ("fetch_rate", "f8"),  # that it fetches from others; 0: none came in time, NaN: not measured
+        ("ttft", "f8", NUM_TTFT),  # coefficients, see above
+        ("tpot", "f8", NUM_TPOT),
     ],
     align=True,
 )
@@ -54,7 +62,7 @@ class Fleet:
                 self.table = np.concatenate([self.table, np.zeros(size, WORKER)])
                 self._free = list(range(size, 2 * size))[::-1]
             row = self._row_of[worker] = self._free.pop()
-            self.table["worker"][row] = worker.encode()
+            self.set(row, worker=worker.encode(), ttft=TTFT_PRIOR, tpot=TPOT_PRIOR)
         return row
 
     def set(self, row: int, **columns: Any) -> None:

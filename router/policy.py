@@ -6,6 +6,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from router.cost import Prediction, predict
 from router.policies import POLICIES, Draw
 from router.snapshot import Ask, Snapshot
 
@@ -45,6 +46,17 @@ class Decision:
     way: Way
     reason: str  # in words
     choices: tuple[Choice, ...] = field(default=(), compare=False)
+    prediction: Prediction = field(default_factory=Prediction)
+
+    @property
+    def ttft(self) -> float:
+        """Predicted seconds to the first token."""
+        return self.prediction.ttft
+
+    @property
+    def tpot(self) -> float:
+        """Predicted seconds for each token after it."""
+        return self.prediction.tpot
 
     @property
     def computing(self) -> int:
@@ -65,7 +77,6 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     The decode worker computes the prompt itself when it is an aggregated worker, when there is no prefill worker, when
     that was asked for, or when no more than `local_prefill_tokens` are missing there.
     """
-
     decoding = _choose("decodes", ask, snapshot, policy, draw)
     if decoding is None:
         raise NoWorker("no decode or aggregated worker is ready")
@@ -74,20 +85,27 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     uncached = ask.uncached(snapshot.cached_tokens[decode])
     chosen = f"{policy}: {snapshot.cached_blocks[decode]} blocks cached on the decode worker"
     if ask.local_prefill_only:
-        return Decision(decode, None, Way.ASKED, f"{chosen}; local prefill asked for", (decoding,))
+        return _decided(ask, Way.ASKED, f"{chosen}; local prefill asked for", decoding)
     if snapshot.table["aggregated"][decode]:
-        return Decision(decode, None, Way.AGGREGATED, f"{chosen}, an aggregated one", (decoding,))
+        return _decided(ask, Way.AGGREGATED, f"{chosen}, an aggregated one", decoding)
     if uncached <= local_prefill_tokens:
         reason = f"{chosen}; only {uncached} prompt tokens are left to compute"
-        return Decision(decode, None, Way.SHORT, reason, (decoding,))
+        return _decided(ask, Way.SHORT, reason, decoding)
     apart = snapshot.apart.get(decode, frozenset())
     prefilling = _choose("prefills", ask, snapshot, policy, draw, apart)
     if prefilling is None:
         reason = f"{chosen}; no prefill worker is ready, or all that are fail"
-        return Decision(decode, None, Way.ALONE, reason, (decoding,))
-    prefill = prefilling.winner
-    reason = f"{chosen}, {snapshot.cached_blocks[prefill]} on the prefill worker"
-    return Decision(decode, prefill, Way.REMOTE, reason, (decoding, prefilling))
+        return _decided(ask, Way.ALONE, reason, decoding)
+    reason = f"{chosen}, {snapshot.cached_blocks[prefilling.winner]} on the prefill worker"
+    return _decided(ask, Way.REMOTE, reason, decoding, prefilling)
+
+
+def _decided(ask: Ask, way: Way, reason: str, decoding: Choice, prefilling: Choice | None = None) -> Decision:
+    """With what is predicted of it."""
+    prediction = predict(ask, decoding.workers, None if prefilling is None else prefilling.workers)
+    prefill = None if prefilling is None else prefilling.winner
+    choices = (decoding,) if prefilling is None else (decoding, prefilling)
+    return Decision(decoding.winner, prefill, way, reason, choices, prediction)
 
 
 def _choose(

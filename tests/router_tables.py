@@ -3,7 +3,7 @@
 import numpy as np
 
 from router.fetch import fetchable_tokens
-from router.fleet import WORKER
+from router.fleet import TPOT_PRIOR, TTFT_PRIOR, WORKER
 from router.snapshot import Ask, Snapshot
 
 ASK = Ask(prompt_tokens=1000, max_tokens=100)
@@ -29,6 +29,7 @@ def worker(
     row["prefill_tokens"], row["decode_tokens"], row["requests"] = prefill, decode, requests
     row["fetches"] = row["sends"] = True
     row["prefill_rate"] = row["fetch_rate"] = np.nan
+    row["ttft"], row["tpot"] = TTFT_PRIOR, TPOT_PRIOR
     for column, value in columns.items():
         row[column] = value
     return row[()], cached, soon

@@ -1,0 +1,109 @@
+"""Seconds that a placement is predicted to take: to the first token, and for each token after it.
+
+Both are linear in what is known of the workers when it is decided. A worker's coefficients are columns of the fleet's
+table, fitted to what happened (`router.fit`):
+
+- TTFT: 1, seconds for which other prompts keep the worker that computes this one, seconds that this one takes itself,
+  seconds in which KV is moved to it, and requests that wait there for KV blocks. Seconds are tokens through the rates
+  that workers measure. Where another worker decodes, the transfer to it and those who wait for its blocks come on top.
+- TPOT: 1, requests and tokens whose KV is kept, and seconds of prompts to compute beside them.
+
+What is neither cached nor fetched may be on its way: then to wait for it is in the queue already.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.fleet import NUM_TPOT, NUM_TTFT
+from router.snapshot import Ask, Snapshot
+
+_RATE = 10_000.0  # tokens per second that a worker computes, as long as none has measured
+_MOVED = 4.0  # times as fast KV is moved, as long as that is not measured
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the predictions for each worker are made of, `[n]` each, in seconds unless said otherwise."""
+
+    wait: Floats  # for prompts that are queued there
+    own: Floats  # to compute this one
+    fetch: Floats  # to get what another worker has
+    transfer: Floats  # to get the KV of the prompt from the worker that computes it, if that is another one
+    blocked: Floats  # requests that wait for KV blocks
+    requests: Floats  # with this one
+    kept: Floats  # tokens, with this prompt
+
+    def computing(self) -> Floats:
+        """Of the TTFT where the prompt is computed and decoded, `[n, NUM_TTFT]`."""
+        return np.stack([np.ones_like(self.wait), self.wait, self.own, self.fetch, self.blocked], axis=1)
+
+    def receiving(self) -> Floats:
+        """Of the TTFT's part that the decode worker adds where another one computes, `[n, NUM_TTFT]`."""
+        zero = np.zeros_like(self.wait)
+        return np.stack([np.ones_like(zero), zero, zero, self.transfer, self.blocked], axis=1)
+
+    def decoding(self, *, local: bool) -> Floats:
+        """Of the TPOT, `[n, NUM_TPOT]`. `local`: the prompt is computed there, too."""
+        prompts = self.wait + self.own if local else self.wait
+        return np.stack([np.ones_like(prompts), self.requests, self.kept, prompts], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one placement: what is expected, and the features from which it follows, to learn from what will happen."""
+
+    ttft: float = float("nan")  # seconds
+    tpot: float = float("nan")
+    computing: tuple[float, ...] = ()  # of NUM_TTFT
+    receiving: tuple[float, ...] = ()  # of NUM_TTFT; (): the computing worker decodes
+    decoding: tuple[float, ...] = ()  # of NUM_TPOT
+
+
+def features(ask: Ask, workers: Snapshot) -> Features:
+    """Of giving the request to each of the workers."""
+    table = workers.table
+    rate = table["prefill_rate"]
+    measured = rate > 0
+    rate = np.where(measured, rate, rate[measured].mean() if measured.any() else _RATE)
+    moved = np.where(table["fetch_rate"] > 0, table["fetch_rate"], _MOVED * rate)
+    missing = ask.uncached(workers.cached_tokens)
+    coming = ask.uncached(workers.expected_tokens) / rate
+    fetch, own = workers.fetchable_tokens / moved, (missing - workers.fetchable_tokens) / rate
+    sooner = coming <= own + fetch
+    return Features(
+        wait=workers.queued_tokens / rate,
+        own=np.where(sooner, coming, own),
+        fetch=np.where(sooner, 0.0, fetch),
+        transfer=missing / moved,
+        blocked=table["waiting_for_blocks"].astype(np.float64),
+        requests=table["requests"] + 1.0,
+        kept=table["decode_tokens"] + ask.prompt_tokens,
+    )
+
+
+def seconds(coefficients: Floats, of: Floats) -> Floats:
+    """Predictions `[n]` from coefficients and features `[n, k]`."""
+    found: Floats = np.einsum("nk,nk->n", coefficients, of)
+    return found
+
+
+def predict(ask: Ask, decode: Snapshot, prefill: Snapshot | None) -> Prediction:
+    """Of a placement on the first worker of `decode`, the prompt computed by the first of `prefill`, if any."""
+    there = features(ask, decode)
+    local = prefill is None
+    computing = there.computing() if prefill is None else features(ask, prefill).computing()
+    coefficients = (decode if prefill is None else prefill).table["ttft"]
+    ttft = float(coefficients[0] @ computing[0])
+    receiving: tuple[float, ...] = ()
+    if not local:
+        received = there.receiving()[0]
+        ttft += float(decode.table["ttft"][0] @ received)
+        receiving = tuple(received.tolist())
+    decoding = there.decoding(local=local)[0]
+    tpot = float(decode.table["tpot"][0] @ decoding)
+    assert computing.shape[1] == NUM_TTFT and len(decoding) == NUM_TPOT
+    return Prediction(ttft, tpot, tuple(computing[0].tolist()), receiving, tuple(decoding.tolist()))
