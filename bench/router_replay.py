@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ttft", type=float, default=2.0, help="objective, seconds")
     parser.add_argument("--tpot", type=float, default=50.0, help="objective, ms")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--json", type=Path, help="where to write the report, after each replay")
     return parser
 
 
@@ -123,9 +123,20 @@ def main() -> None:
                         cluster = replace(settings, workers=workers, prefill_workers=share)
                         objectives = {"ttft": arguments.ttft, "tpot": arguments.tpot / 1e3}
                         results.append(replay(trace, rate, policy, cluster, **objectives, progress=progress))
+                        add_distance(results)
+                        if arguments.json is not None:
+                            _write(arguments.json, trace, results)
     except BenchError as error:
         parser.error(str(error))
-    add_distance(results)
+    print(
+        f"{trace.name}: {len(trace.demands)} requests, {trace.own_rate:.2f} a second by its own times; "
+        f"an endless cache would hold {100 * trace.endless_hit_rate:.1f} % of the prompts' tokens\n"
+    )
+    print(markdown(results))
+
+
+def _write(path: Path, trace: Trace, results: list[dict[str, Any]]) -> None:
+    """What was found so far."""
     report = {
         "command": shlex.join(["python", "-m", "bench.router_replay", *sys.argv[1:]]),
         **machine(),
@@ -135,13 +146,7 @@ def main() -> None:
         "endless_hit_rate": trace.endless_hit_rate,
         "replays": results,
     }
-    print(
-        f"{trace.name}: {len(trace.demands)} requests, {trace.own_rate:.2f} a second by its own times; "
-        f"an endless cache would hold {100 * trace.endless_hit_rate:.1f} % of the prompts' tokens\n"
-    )
-    print(markdown(results))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
