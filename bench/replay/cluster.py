@@ -23,7 +23,8 @@ from bench.replay.worker import MockWorker, Told
 from engine.request import KvEvent, KvEventBatch
 
 ORACLE = "oracle"
-_COALESCE = 0.001  # seconds in which a router gathers what it tells the other routers
+_TICK = 0.25  # seconds; a router that has nothing to tell says so as often
+_COALESCE = 0.005  # seconds in which a router gathers what it tells the other routers
 
 
 @dataclass(slots=True)
@@ -217,9 +218,9 @@ class Cluster:
         for replica in self.replicas:
             replica.placer.tick(self.clock.now)
             replica.shared.tick(self.clock.now)
-            self._share(replica)
+            self._tell_others(replica)
         if self.ended < len(self._starts):
-            self.clock.after(0.25, self._tick)
+            self.clock.after(_TICK, self._tick)
 
     def _share(self, chooser: Chooser) -> None:
         """A replica that has something to tell the others does so, together with what comes at once after it."""
