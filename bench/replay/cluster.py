@@ -8,6 +8,7 @@ to be fetched from another worker is moved before the prompt is computed.
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from bench.replay.worker import MockWorker, Told
 from engine.request import KvEvent, KvEventBatch
 
 ORACLE = "oracle"
+_KEPT = 4096  # messages of events that a worker can send once more
 _TICK = 0.25  # seconds; a router that has nothing to tell says so as often
 _COALESCE = 0.005  # seconds in which a router gathers what it tells the other routers
 
@@ -80,6 +82,7 @@ class Cluster:
             self._choosers = list(self.replicas)
         self._flight_of: dict[Job, Flight] = {}
         self._sequences = [0] * len(roles)  # of each worker's messages
+        self._kept = [deque[KvEventBatch](maxlen=_KEPT) for _ in roles]
         self._telling: set[int] = set()  # replicas about to tell the others
         if settings.shared_load:
             for replica in self.replicas:
@@ -191,6 +194,7 @@ class Cluster:
             return
         self._sequences[worker.number] += 1
         batch = KvEventBatch("", self._sequences[worker.number], events)
+        self._kept[worker.number].append(batch)
         self.clock.after(self.settings.event_delay, self._hear, worker.number, batch)
 
     def _hear(self, worker: int, batch: KvEventBatch) -> None:
@@ -198,11 +202,17 @@ class Cluster:
             if self.settings.lost_events and self._rng.random() < self.settings.lost_events:
                 self.lost += 1
             elif not replica.hear(worker, batch):
-                self.clock.after(self.settings.hop, self._give_snapshot, worker, replica)
+                self.clock.after(self.settings.hop, self._asked, worker, replica)
 
-    def _give_snapshot(self, worker: int, replica: Replica) -> None:
-        sequence, hashes = self._sequences[worker], self.workers[worker].pool.hashes()
-        self.clock.after(self.settings.event_delay, replica.take_snapshot, worker, sequence, hashes)
+    def _asked(self, worker: int, replica: Replica) -> None:
+        """A router misses events of a worker: it is given those, or all hashes if they are not kept any more."""
+        known, kept = replica.known(worker), self._kept[worker]
+        if known is not None and kept and kept[0].sequence <= known + 1:
+            missing = [batch for batch in kept if batch.sequence > known]
+            self.clock.after(self.settings.hop, replica.take_missing, worker, missing)
+        else:
+            sequence, hashes = self._sequences[worker], self.workers[worker].pool.hashes()
+            self.clock.after(self.settings.hop, replica.take_snapshot, worker, sequence, hashes)
 
     def _tell_loads(self) -> None:
         now = self.clock.now
@@ -211,8 +221,14 @@ class Cluster:
         fetch_rates = np.array([worker.fetch_rate.lately(now) for worker in self.workers])
         for replica in self.replicas:
             self.clock.after(self.settings.hop, replica.hear_loads, waiting, prefill_rates, fetch_rates)
+        self.beat()
         if self.ended < len(self._starts):
             self.clock.after(self.settings.load_seconds, self._tell_loads)
+
+    def beat(self) -> None:
+        """Workers say what their last events were."""
+        for number, sequence in enumerate(self._sequences):
+            self.clock.after(self.settings.event_delay, self._hear, number, KvEventBatch("", sequence, []))
 
     def _tick(self) -> None:
         for replica in self.replicas:

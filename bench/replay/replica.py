@@ -65,7 +65,9 @@ class Replica:
             seed=seed,
         )
         self.shared = SharedLoad(replica_name(number), self.placer)
-        self.resyncs = 0
+        self.replays = 0  # of missing events
+        self.snapshots = 0
+        self._asking: set[int] = set()
         self._feeds = [Feed() for _ in roles]
         fleet = self.placer.fleet
         for number, role in enumerate(roles):
@@ -101,17 +103,38 @@ class Replica:
         self.shared.released((str(number), 0))
 
     def hear(self, worker: int, batch: KvEventBatch) -> bool:
-        """Events came. False: some are missing, and a snapshot is needed."""
+        """Events came, or none, which says what the last ones were. False: some are missing, and to be asked for."""
+        if worker in self._asking:
+            return True  # what is asked for has these, too
+        feed = self._feeds[worker]
+        missing = feed.lags(batch.sequence) if not batch.events else not self._apply(worker, batch)
+        if missing:
+            self._asking.add(worker)
+        return not missing
+
+    def known(self, worker: int) -> int | None:
+        """The last message of its events that was applied."""
+        return self._feeds[worker].sequence
+
+    def take_missing(self, worker: int, batches: list[KvEventBatch]) -> None:
+        """What was asked for."""
+        self.replays += 1
+        self._asking.discard(worker)
+        for batch in batches:
+            self._apply(worker, batch)
+
+    def take_snapshot(self, worker: int, sequence: int, hashes: list[bytes]) -> None:
+        """All that a worker holds after batch `sequence`."""
+        self.snapshots += 1
+        self._asking.discard(worker)
+        self.placer.index.replace(worker, hashes)
+        self._feeds[worker].snapshot(sequence)
+
+    def _apply(self, worker: int, batch: KvEventBatch) -> bool:
         verdict = self._feeds[worker].judge(batch.sequence)
         if verdict is Verdict.APPLY:
             self.placer.index.apply(worker, batch.events)
         return verdict in (Verdict.APPLY, Verdict.IGNORE)
-
-    def take_snapshot(self, worker: int, sequence: int, hashes: list[bytes]) -> None:
-        """All that a worker holds after batch `sequence`."""
-        self.resyncs += 1
-        self.placer.index.replace(worker, hashes)
-        self._feeds[worker].snapshot(sequence)
 
     def hear_loads(
         self, waiting: NDArray[np.int32], prefill_rates: NDArray[np.float64], fetch_rates: NDArray[np.float64]

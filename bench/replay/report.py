@@ -38,7 +38,8 @@ def summarise(cluster: Cluster, *, ttft: float, tpot: float) -> dict[str, Any]:
         },
         "preempted": sum(worker.preempted for worker in cluster.workers),
         "fetches": cluster.fetches,
-        "resyncs": sum(replica.resyncs for replica in cluster.replicas),
+        "replayed_events": sum(replica.replays for replica in cluster.replicas),
+        "snapshots": sum(replica.snapshots for replica in cluster.replicas),
         "simulated_s": round(seconds, 3),
         "decisions_per_cpu_s": round(len(flights) / cluster.place_seconds),
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench.replay.cluster as cluster_module
 from bench.errors import BenchError
 from bench.replay.clock import Clock
 from bench.replay.cluster import ORACLE, Cluster
@@ -92,24 +93,30 @@ def test_answers_that_outgrow_the_pool_give_way_and_still_end() -> None:
 def test_the_index_is_what_the_workers_hold(conversations, settings) -> None:
     cluster = run(conversations, settings=replace(settings, routers=2))
     for replica in cluster.replicas:
-        assert replica.resyncs == 0
+        assert replica.replays == replica.snapshots == 0
         assert_index_is_true(cluster, replica)
 
 
-def test_lost_events_are_made_up_for_by_snapshots(conversations) -> None:
-    cluster = Cluster(conversations, conversations.own_rate, "prefix", replace(SMALL, routers=2, lost_events=0.1))
-    cluster.run()
+def test_lost_events_are_sent_once_more(conversations) -> None:
+    cluster = run(conversations, settings=replace(SMALL, routers=2, lost_events=0.1))
     assert cluster.lost > 10
-    assert all(replica.resyncs > 10 for replica in cluster.replicas)
-    # Whoever lost the very last message learns of it with the next one.
-    for worker in cluster.workers:
-        worker.store(chain(1000 + worker.number, 3))
+    # Events that come after the last beat are told of by nobody.
     cluster.settings = SMALL
-    for worker in cluster.workers:
-        worker.store(chain(2000 + worker.number, 3))
+    cluster.beat()
     cluster.clock.run()
     for replica in cluster.replicas:
+        assert replica.replays > 10 and not replica.snapshots
         assert_index_is_true(cluster, replica)
+
+
+def test_what_a_worker_keeps_no_more_comes_as_a_snapshot(conversations, monkeypatch) -> None:
+    monkeypatch.setattr(cluster_module, "_KEPT", 1)
+    cluster = run(conversations, settings=replace(SMALL, lost_events=0.1))
+    cluster.settings = SMALL
+    cluster.beat()
+    cluster.clock.run()
+    assert cluster.replicas[0].snapshots > 5
+    assert_index_is_true(cluster, cluster.replicas[0])
 
 
 def assert_index_is_true(cluster: Cluster, replica) -> None:
