@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.request import CacheCleared, KvEvent
 from router.expected import ExpectedBlocks
 from router.fetch import fetchable_tokens, source_for
 from router.fleet import Fleet
@@ -63,6 +64,12 @@ class Placer:
             self.reservations.forget(row)
             self.health.forget(row)
             self.fleet.leave(worker)
+
+    def told(self, row: int, events: Sequence[KvEvent]) -> None:
+        """What a worker says of its cache. One that was cleared is not expected to hold what was on its way either."""
+        self.index.apply(row, events)
+        if any(isinstance(event, CacheCleared) for event in events):
+            self._expected.remove(row)
 
     def place(
         self,

@@ -133,7 +133,7 @@ class Replica:
     def _apply(self, worker: int, batch: KvEventBatch) -> bool:
         verdict = self._feeds[worker].judge(batch.sequence)
         if verdict is Verdict.APPLY:
-            self.placer.index.apply(worker, batch.events)
+            self.placer.told(worker, batch.events)
         return verdict in (Verdict.APPLY, Verdict.IGNORE)
 
     def hear_loads(

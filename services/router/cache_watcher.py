@@ -12,7 +12,7 @@ import zmq
 
 from engine.request import KvEventBatch
 from router.feed import Feed, Verdict
-from router.index import BlockIndex
+from router.placer import Placer
 from services.router.metrics import RouterMetrics
 from services.rpc import cluster_pb2, worker_pb2, worker_pb2_grpc
 from services.rpc_server import make_channel
@@ -35,11 +35,11 @@ class CacheWatcher:
     """Follows one worker: a snapshot first, then events; what is missing is asked for once more."""
 
     def __init__(
-        self, member: cluster_pb2.Member, row: int, index: BlockIndex, key: ClusterKey | None, metrics: RouterMetrics
+        self, member: cluster_pb2.Member, row: int, placer: Placer, key: ClusterKey | None, metrics: RouterMetrics
     ) -> None:
         self._member = member
         self._row = row
-        self._index = index
+        self._placer = placer
         self._metrics = metrics
         self._feed = Feed()
         self._missing = False  # batches that the worker has sent
@@ -113,7 +113,7 @@ class CacheWatcher:
         snapshot = await self._worker.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=_CALL_SECONDS)
         if snapshot.incarnation != self._member.incarnation:
             raise _OtherProcess
-        for _ in self._index.replacing(self._row, list(snapshot.block_hashes)):
+        for _ in self._placer.index.replacing(self._row, list(snapshot.block_hashes)):
             await asyncio.sleep(0)  # requests are placed meanwhile
         self._feed.snapshot(snapshot.sequence)
         self._missing = False
@@ -122,7 +122,7 @@ class CacheWatcher:
     def _apply(self, batch: KvEventBatch) -> Verdict:
         verdict = self._feed.judge(batch.sequence)
         if verdict is Verdict.APPLY:
-            self._index.apply(self._row, batch.events)
+            self._placer.told(self._row, batch.events)
         return verdict
 
     def _decode(self, data: bytes) -> KvEventBatch | None:

@@ -52,7 +52,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
-        self._watchers = Watchers(self._placer.index, key, self.metrics)
+        self._watchers = Watchers(self._placer, key, self.metrics)
         self._check = ReuseCheck()
         self._mode, self._why = Mode.PREFIX, ""
         self._explanations = Explanations(config.policy)

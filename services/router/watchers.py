@@ -8,7 +8,7 @@ import structlog
 import zmq
 
 from engine.hashing import test_vector
-from router.index import BlockIndex
+from router.placer import Placer
 from services.router.cache_watcher import CacheWatcher
 from services.router.metrics import CACHE_STATES, RouterMetrics
 from services.rpc import cluster_pb2
@@ -27,8 +27,8 @@ def hashes_alike(member: cluster_pb2.Member) -> bool:
 class Watchers:
     """One for each worker whose events can be followed, by its row; the others are placed by load."""
 
-    def __init__(self, index: BlockIndex, key: ClusterKey | None, metrics: RouterMetrics) -> None:
-        self._index = index
+    def __init__(self, placer: Placer, key: ClusterKey | None, metrics: RouterMetrics) -> None:
+        self._placer = placer
         self._key = key
         self._metrics = metrics
         self._watchers: dict[int, CacheWatcher | None] = {}
@@ -46,7 +46,7 @@ class Watchers:
             log.warning("a worker hashes blocks otherwise; it is placed by load alone", worker=member.name)
             return
         try:
-            self._watchers[row] = CacheWatcher(member, row, self._index, self._key, self._metrics)
+            self._watchers[row] = CacheWatcher(member, row, self._placer, self._key, self._metrics)
         except zmq.ZMQError as error:
             log.warning("a worker's KV events cannot be followed", worker=member.name, error=str(error))
 
@@ -78,7 +78,7 @@ class Watchers:
 
     def sweep(self) -> None:
         """Goes on with removals, between placements, until they are done."""
-        if not self._sweeping and self._index.sweep():
+        if not self._sweeping and self._placer.index.sweep():
             self._sweeping = True
             asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._go_on)
 

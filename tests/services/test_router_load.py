@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from router_cluster import Cluster, Worker, chain, cluster, eventually
 
-from engine.request import BlockRemoved, BlockStored
+from engine.request import BlockRemoved, BlockStored, CacheCleared
 from router.policies import POLICIES
 from services.rpc import router_pb2
 
@@ -154,6 +154,34 @@ async def test_a_prefix_stays_with_its_first_worker_from_a_cold_start(policy: st
 
                     await eventually(heard)
             assert len(set(taken)) == 1, (name, taken)
+
+
+@pytest.mark.parametrize("policy", ["prefix", "history"])
+async def test_a_worker_that_was_wiped_attracts_nothing(policy: str) -> None:
+    """Neither by what it held nor by what it was expected to hold; also when it is told amid no other events."""
+    async with cluster(policy=policy) as made:
+        wiped = await made.join("a")
+        await made.join("b")
+        await made.followed(wiped)
+        await made.place(chain("x"), request_id="first", exclude_incarnations=["b"])
+        await release(made, "first")
+        wiped.store(chain("x"))
+
+        async def known() -> bool:
+            return await made.cached(wiped, chain("x")) == 10
+
+        await eventually(known)
+        await made.place(chain("other"), exclude_incarnations=["b"])  # b has less to do
+        assert (await made.place(chain("x"), request_id="again")).decode.incarnation == "a"
+        await release(made, "again")
+        wiped.events.publish([CacheCleared()])
+        row = made.service._placer.fleet.row("a")
+
+        async def empty() -> bool:
+            return not made.service._placer.index.num_blocks(row)
+
+        await eventually(empty)
+        assert (await made.place(chain("x"))).decode.incarnation == "b"
 
 
 @pytest.mark.parametrize("policy", ["prefix", "history", "overlap", "least_outstanding"])
