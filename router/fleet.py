@@ -34,6 +34,7 @@ WORKER = np.dtype(
         ("queue", "f8"),  # of prefill_tokens, as predicted at `queue_at`
         ("queue_at", "f8"),  # monotonic seconds
         ("waiting_for_blocks", "i4"),  # requests that cannot start there for want of KV blocks
+        ("free_tokens", "f8"),  # of KV, as told, less what was booked since; inf: not told
         ("prefill_rate", "f8"),  # tokens per second that it computes of prompts; NaN: not measured
         ("fetch_rate", "f8"),  # that it fetches from others; 0: none came in time, NaN: not measured
         ("ttft", "f8", NUM_TTFT),  # coefficients, see above

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.request import CacheCleared, KvEvent
 from router.expected import ExpectedBlocks
@@ -14,11 +15,11 @@ from router.index import BlockIndex
 from router.policies import Draw, Overlap
 from router.policy import Decision, place
 from router.reservations import Reservation, Reservations
+from router.saturation import has_room, kept_tokens
 from router.snapshot import Ask, Snapshot
 
 _HISTORY = 120.0  # seconds for which the policy `history` remembers what it gave to whom, at least
 _HISTORY_BLOCKS = 1 << 20
-_MOST_OUTPUT = 1 << 16  # tokens that are booked of a request that names no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,10 @@ class Placer:
         if any(isinstance(event, CacheCleared) for event in events):
             self._expected.remove(row)
 
+    def has_room(self, ask: Ask, excluded: Iterable[str], now: float) -> bool:
+        """Whether some worker but the excluded ones could begin with the request soon; True, too, if there is none."""
+        return has_room(ask, self._workers(excluded), self.reservations.queued(now))
+
     def place(
         self,
         key: tuple[str, int],
@@ -112,14 +117,19 @@ class Placer:
                 if layout == self.fleet.table["layout"][row]:
                     self._expected.expect(row, hashes, now)
 
-    def _snapshot(
-        self, ask: Ask, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str], now: float
-    ) -> Snapshot:
-        """A chain's hashes depend on its layout, so that only workers of this layout hold any of them."""
+    def _workers(self, excluded: Iterable[str]) -> NDArray[np.void]:
+        """The table, in which those that are excluded are not ready."""
         table = self.fleet.table
         if rows := [row for row in map(self.fleet.row, excluded) if row is not None]:
             table = table.copy()
             table["ready"][rows] = False
+        return table
+
+    def _snapshot(
+        self, ask: Ask, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str], now: float
+    ) -> Snapshot:
+        """A chain's hashes depend on its layout, so that only workers of this layout hold any of them."""
+        table = self._workers(excluded)
         cached = recalled = np.zeros(len(table), np.int32)
         for _, hashes in chains:
             cached = np.maximum(cached, self.index.depths(hashes, len(table)))
@@ -148,7 +158,7 @@ class Placer:
                 decode=decision.decode,
                 prefill=decision.prefill,
                 prefill_tokens=uncached,
-                decode_tokens=ask.prompt_tokens + min(ask.max_tokens, _MOST_OUTPUT),
+                decode_tokens=kept_tokens(ask),
                 booked=now,
                 expires=now + lease,
                 predicted_tokens=max(0, ask.prompt_tokens - uncached),

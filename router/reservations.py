@@ -23,7 +23,10 @@ class Reservation:
 
 
 class Reservations:
-    """All attempts under way; their sums are columns of the fleet's table. Releasing one twice changes nothing."""
+    """All attempts under way; their sums, and what they leave free, are columns of the fleet's table.
+
+    Releasing one twice changes nothing.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -88,6 +91,7 @@ class Reservations:
         table, decode, computing = self._fleet.table, reservation.decode, reservation.decode
         table["requests"][decode] += sign
         table["decode_tokens"][decode] += sign * reservation.decode_tokens
+        table["free_tokens"][decode] -= sign * reservation.decode_tokens
         if reservation.prefill is not None:
             computing = reservation.prefill
             table["requests"][computing] += sign

@@ -111,6 +111,9 @@ def up(
     fetch_tokens: Annotated[
         int | None, typer.Option(help="Longer prefixes are fetched from the worker that has them; 0: never.")
     ] = None,
+    max_queue: Annotated[
+        int | None, typer.Option(help="Requests that wait until a worker has room; more get 429.  [default: 1024]")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start a cluster on this machine: gateway, router, workers and cluster state.
@@ -157,6 +160,7 @@ def up(
         policy=policy,
         local_prefill_tokens=local_prefill_tokens,
         fetch_tokens=fetch_tokens,
+        max_queue=max_queue,
         log_level=log_level,
     )
     configure("warning", "console")  # the children speak for themselves

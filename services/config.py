@@ -51,6 +51,7 @@ class RouterConfig(ClusterConfig, kw_only=True):
     overlap_weight: float = 1.0  # of the policy overlap: what a block to prefill costs, in blocks kept
     overlap_temperature: float = 0.0  # of the policy overlap: 0 takes the best, more draws among the better ones
     local_prefill_tokens: int = 32  # shorter uncached prompts are prefilled on the decode worker
+    max_queue: int = 1024  # requests that wait until a worker has room; more get 429
     fetch_tokens: int = 256  # a prefix of so many tokens more is fetched from the worker that has it; 0: never
 
 
@@ -110,6 +111,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "request_timeout": (0.001, 86400),
     "worker_wait": (0, 86400),
     "local_prefill_tokens": (0, _NO_LIMIT),
+    "max_queue": (0, _NO_LIMIT),
     "fetch_tokens": (0, _NO_LIMIT),
     "overlap_weight": (0, 1000),
     "overlap_temperature": (0, 1000),

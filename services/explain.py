@@ -100,7 +100,8 @@ async def _gather(running: "RunningCluster", request: str) -> "list[router_pb2.E
 def _show(each: "router_pb2.Explanation", console: "Console") -> None:
     from rich.table import Table
 
-    console.print(f"{each.attempt}: {each.prompt_tokens} prompt tokens, placed {each.seconds_ago:.1f} s ago")
+    held = f" after {each.held_seconds:.3f} s in the queue" if each.held_seconds else ""
+    console.print(f"{each.attempt}: {each.prompt_tokens} prompt tokens, placed {each.seconds_ago:.1f} s ago{held}")
     console.print(f"  {each.reason}", highlight=False)
     for left_out in each.left_out:
         console.print(f"  not {left_out.name}: {left_out.reason}", highlight=False)

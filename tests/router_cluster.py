@@ -138,7 +138,7 @@ class Cluster:
                 request.exclude_incarnations.extend(value)
             else:
                 setattr(request, name, value)
-        return await self.router.Place(request, timeout=5)
+        return await self.router.Place(request, timeout=30)
 
     async def cached(self, worker: Worker, hashes: list[bytes]) -> int:
         """Blocks that the router believes to be on `worker`; nothing stays booked."""

@@ -6,6 +6,8 @@ Every call has a deadline. What can be tried again is, within `worker_wait` seco
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -20,13 +22,13 @@ from services.cluster_state import ClusterState
 from services.gateway.errors import ApiError, invalid, overloaded, timed_out, unavailable
 from services.gateway.retries import RetryBudget
 from services.gateway.routers import NoRouter, Routers
-from services.rpc import cluster_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import ChannelClosed, answer_of, make_channel
 from services.security import ClusterKey
 
 log = structlog.get_logger()
 
-_PLACE_SECONDS = 2.0
+_PLACE_SECONDS = 2.0  # until a router that has not answered must show that it lives
 _SUBMIT_SECONDS = 5.0
 _NOTICE_SECONDS = 2.0  # abort
 _PROBE_SECONDS = 1.0
@@ -55,6 +57,10 @@ class WorkerLost(Exception):
     def __init__(self, reason: str, outcome: router_pb2.Outcome) -> None:
         super().__init__(reason)
         self.outcome = outcome
+
+
+class _HeldInVain(Exception):
+    """The router that held the request is gone."""
 
 
 class Placements:
@@ -110,8 +116,16 @@ class Placements:
     async def place(self, request: router_pb2.PlaceRequest, deadline: float) -> router_pb2.Placement:
         """A placement; waits up to `worker_wait` seconds for a worker, not beyond `deadline` (time.monotonic()).
 
-        Raises ApiError.
+        A router may hold the request for as long as all workers are full. If it is lost, another one is asked as if
+        nothing had been before. Raises ApiError.
         """
+        for lost in itertools.count():
+            with contextlib.suppress(_HeldInVain):
+                return await self._place(request, deadline, lost)
+        raise AssertionError("it counts without end")
+
+    async def _place(self, request: router_pb2.PlaceRequest, deadline: float, lost: int) -> router_pb2.Placement:
+        """`lost`: routers that have held it in vain."""
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise timed_out()
@@ -128,9 +142,7 @@ class Placements:
                     if self.asleep:
                         raise unavailable("All workers are asleep; `tandem wake` wakes them", _WAKING_SECONDS)
                     request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
-                    stub = self._routers.choose(request, attempt.num)
-                    placement: router_pb2.Placement = await answer_of(stub.Place(request, timeout=_PLACE_SECONDS))
-                    return placement
+                    return await _ask(self._routers.choose(request, attempt.num + lost), request)
         except (NoRouter, ChannelClosed):
             raise unavailable("No router is available now") from None
         except grpc.aio.AioRpcError as error:
@@ -223,6 +235,26 @@ class Placements:
                     await asyncio.sleep(_PROBE_SECONDS)
                 continue
             await channel.wait_for_state_change(state)
+
+
+async def _ask(channel: grpc.aio.Channel, request: router_pb2.PlaceRequest) -> router_pb2.Placement:
+    """A router's answer, which may take until the deadline. Raises _HeldInVain if it is lost after a while."""
+    call = router_pb2_grpc.RouterStub(channel).Place(request, timeout=request.deadline_seconds)
+    answer: asyncio.Future[router_pb2.Placement] = asyncio.ensure_future(answer_of(call))
+    health, is_held = health_pb2_grpc.HealthStub(channel), False
+    try:
+        while not (await asyncio.wait((answer,), timeout=_PLACE_SECONDS))[0]:
+            is_held = True
+            await answer_of(health.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_SECONDS))
+        return answer.result()
+    except ChannelClosed:
+        raise (_HeldInVain if is_held else ChannelClosed) from None
+    except grpc.aio.AioRpcError as error:
+        if is_held and error.code() in _TRY_AGAIN:
+            raise _HeldInVain from None
+        raise
+    finally:
+        answer.cancel()
 
 
 async def _notice(call: Any) -> None:

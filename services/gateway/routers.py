@@ -38,14 +38,14 @@ class Routers:
         self._channel = channel
         self._asked: dict[tuple[str, int], set[str]] = {}  # incarnations, by attempts not released
 
-    def choose(self, request: router_pb2.PlaceRequest, turn: int) -> router_pb2_grpc.RouterStub:
+    def choose(self, request: router_pb2.PlaceRequest, turn: int) -> grpc.aio.Channel:
         """Whom to ask; each further turn, from 1, goes to the next one. Raises NoRouter."""
         routers = self._members()
         if not routers:
             raise NoRouter
         router = routers[(zlib.crc32(request.request_id.encode()) + turn) % len(routers)]
         self._asked.setdefault((request.request_id, request.attempt), set()).add(router.incarnation)
-        return self._stub(router)
+        return self._channel(router.grpc_address)
 
     async def release(self, request: router_pb2.ReleaseRequest) -> None:
         """Tells that an attempt has ended, and how."""

@@ -21,6 +21,7 @@ class _Entry(NamedTuple):
     attempt: str
     prompt_tokens: int
     reason: str
+    held: float  # seconds
     source: str
     choices: list[tuple[Choice, list[str]]]  # with the workers' names
     left_out: list[router_pb2.LeftOut]
@@ -38,16 +39,18 @@ class Explanations:
         request: router_pb2.PlaceRequest,
         placed: Placed,
         reason: str,
+        held: float,
         left_out: list[router_pb2.LeftOut],
         name: Callable[[int], str],
     ) -> None:
-        """A placement was made. `name`: of the worker in a row, which may be another's later."""
+        """A placement was made, after `held` seconds. `name`: of the worker in a row, which may be another's later."""
         self._ring.append(
             _Entry(
                 at=time.monotonic(),
                 attempt=attempt_name(request.request_id, request.attempt),
                 prompt_tokens=request.prompt_tokens,
                 reason=reason,
+                held=held,
                 source="" if placed.source is None else name(placed.source),
                 choices=[(choice, [name(int(row)) for row in choice.rows]) for choice in placed.decision.choices],
                 left_out=left_out,
@@ -69,6 +72,7 @@ class Explanations:
             policy=self._policy,
             prompt_tokens=entry.prompt_tokens,
             reason=entry.reason,
+            held_seconds=entry.held,
             source=entry.source,
             rankings=[_ranking(choice, names) for choice, names in entry.choices],
             left_out=entry.left_out,

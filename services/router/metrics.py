@@ -2,12 +2,20 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.admission import Shed
 from router.health import Outcome
 from router.policy import Way
 from router.self_check import Mode
 
 CACHE_STATES = ("known", "unknown", "silent", "refused")
 OVERLAPS = ("predicted", "actual", "both")
+
+_PRIORITIES = ("high", "normal", "low")  # below 0, 0, above
+
+
+def priority_class(priority: int) -> str:
+    """A label for a priority, of which there are too many for one each."""
+    return _PRIORITIES[1 + (priority > 0) - (priority < 0)]
 
 
 class RouterMetrics:
@@ -55,6 +63,20 @@ class RouterMetrics:
         self.full = Gauge(
             "tandem_router_workers_full", "Decode workers where requests wait for KV blocks", registry=registry
         )
+        self.queue_requests = Gauge("tandem_router_queue_requests", "Requests held in the router", registry=registry)
+        self.queue_tokens = Gauge("tandem_router_queue_tokens", "Tokens of requests held there", registry=registry)
+        self.queue_seconds = Histogram(
+            "tandem_router_queue_seconds",
+            "Time for which requests were held, of those that were and got their turn",
+            ["priority"],
+            registry=registry,
+            buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
+        )
+        for name in _PRIORITIES:
+            self.queue_seconds.labels(name)
+        self.shed = Counter("tandem_router_shed", "Requests refused with 429, by reason", ["reason"], registry=registry)
+        for why in Shed:
+            self.shed.labels(why.value)
         self.staleness = Gauge(
             "tandem_router_staleness_seconds",
             "Since another router was heard, of the one silent for longest; 0: there is no other",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from router.admission import Refused
 from router.placer import Placed, Placer
 from router.policies import session_key
 from router.policy import NoWorker, Way
@@ -22,6 +24,7 @@ from services.config import RouterConfig
 from services.process import new_incarnation
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
+from services.router.line import Line, Released
 from services.router.metrics import OVERLAPS, RouterMetrics
 from services.router.watchers import Watchers, hashes_alike
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
@@ -36,6 +39,7 @@ _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _SAY_AGAIN_SECONDS = 60.0
 _NO_LAYOUT = -1  # no prompt has hashes of it
 _RATES = 1e-3, 1e9  # tokens per second that a worker may have measured
+_SPREAD = 1.25  # of times to come back: so many times as long at most
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
@@ -55,6 +59,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._watchers = Watchers(self._placer, key, self.metrics)
         self._check = ReuseCheck()
         self._mode, self._why = Mode.PREFIX, ""
+        self._line = Line(self._placer, config.max_queue, self.metrics)
         self._explanations = Explanations(config.policy)
         self._policy = config.policy
         self._say_alone_at = 0.0
@@ -83,6 +88,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._members[row] = member
             self._describe(row, member)
             self._health.heard(row, member.load)
+        self._line.freed()
         members = self._members.values()
         self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in members))
         for role in _WORKER_ROLES:
@@ -108,29 +114,53 @@ class RouterService(router_pb2_grpc.RouterServicer):
             layout=fleet.layout(member.model.layout) if alike else _NO_LAYOUT,
             block_size=member.model.block_size,
             waiting_for_blocks=load.waiting_for_blocks,
+            free_tokens=self._free_tokens(row, member),
             prefill_rate=_measured(load, "prefill_tokens_per_second"),
             fetch_rate=_measured(load, "fetch_tokens_per_second"),
         )
 
+    def _free_tokens(self, row: int, member: cluster_pb2.Member) -> float:
+        """KV that a worker has for new requests. Those that wait in an aggregated worker have theirs yet to come."""
+        card, load = member.model, member.load
+        if not card.num_blocks:
+            return math.inf
+        table = self._placer.fleet.table
+        mean = table["decode_tokens"][row] / max(1, table["requests"][row])
+        owed = load.waiting * mean if member.role == "aggregated" else 0.0
+        return float(load.free_blocks * card.block_size - owed)
+
     async def Place(
         self, request: router_pb2.PlaceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.Placement:
-        """Chooses workers and books their load."""
-        started = time.perf_counter()
+        """Chooses workers and books their load, as soon as there is room."""
         chains = [(chain.layout, list(chain.block_hashes)) for chain in request.chains]
         beginning = b"".join(chains[0][1][:_SESSION_BLOCKS]) if chains else b""
         session = session_key(f"{request.tenant}:{request.session}".encode() if request.session else beginning)
+        ask = Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session)
         try:
-            placed = self._placer.place(
-                (request.request_id, request.attempt),
-                Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session),
-                chains,
-                request.exclude_incarnations,
-                now=time.monotonic(),
-                lease=min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,
-            )
+            async with self._line.turn(request, ask) as held:
+                return self._place(request, ask, chains, held)
         except NoWorker as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
+        except Refused as error:
+            # Not all shall come back at once.
+            seconds = max(1.0, error.retry_after * random.uniform(1.0, _SPREAD))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (("retry-after", f"{seconds:.1f}"),))
+        except Released:
+            await context.abort(grpc.StatusCode.ABORTED, "the request was released while it waited")
+
+    def _place(
+        self, request: router_pb2.PlaceRequest, ask: Ask, chains: list[tuple[str, list[bytes]]], held: float
+    ) -> router_pb2.Placement:
+        started = time.perf_counter()
+        placed = self._placer.place(
+            (request.request_id, request.attempt),
+            ask,
+            chains,
+            request.exclude_incarnations,
+            now=time.monotonic(),
+            lease=min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,
+        )
         self.shared.booked((request.request_id, request.attempt), chains)
         self.has_news.set()
         way = placed.decision.way
@@ -140,7 +170,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._say_alone(time.monotonic())
         placement = self._placement(placed)
         left_out = self._health.left_out(request, placed)
-        self._explanations.add(request, placed, placement.reason, left_out, lambda row: self._members[row].name)
+        self._explanations.add(request, placed, placement.reason, held, left_out, lambda row: self._members[row].name)
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
         return placement
 
@@ -157,6 +187,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         reservation = self._placer.reservations.release(request.request_id, request.attempt)
         self.shared.released((request.request_id, request.attempt), request.SerializeToString())
         self.has_news.set()
+        self._line.release(request.request_id, request.attempt)
         self._ended(request, reservation, told_here=True)
         return router_pb2.ReleaseReply()
 
@@ -190,6 +221,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     def _ended(self, request: router_pb2.ReleaseRequest, booked: Reservation | None, *, told_here: bool) -> None:
         """An attempt has ended. All routers learn from it; that which its gateway told counts it."""
         self._health.ended(request, counts=told_here)
+        self._line.freed()
         if booked is None or not request.HasField("cached_tokens"):
             return
         predicted, found = booked.predicted_tokens, request.cached_tokens

@@ -135,7 +135,7 @@ class ExplainReply(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out")
+    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out", "held_seconds")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Explanation(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     RANKINGS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     seconds_ago: float
     policy: str
@@ -152,7 +153,8 @@ class Explanation(_message.Message):
     source: str
     rankings: _containers.RepeatedCompositeFieldContainer[Ranking]
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+    held_seconds: float
+    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., held_seconds: _Optional[float] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("name", "reason")

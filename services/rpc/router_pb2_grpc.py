@@ -57,8 +57,9 @@ class RouterServicer:
     """
 
     def Place(self, request, context):
-        """Chooses workers and reserves their load at the moment of decision.
-        UNAVAILABLE: no worker fits now. RESOURCE_EXHAUSTED: the cluster is full. Both carry `retry-after` (seconds) in trailing metadata.
+        """Chooses workers and reserves their load at the moment of decision. A request is held until some worker has room for
+        it; whoever cancels, or releases the attempt, leaves the queue.
+        UNAVAILABLE: no worker fits now. RESOURCE_EXHAUSTED: the queue is full, or too long for the deadline. Both carry `retry-after` (seconds) in trailing metadata.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

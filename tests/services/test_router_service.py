@@ -448,6 +448,8 @@ async def test_a_placement_names_who_has_the_prefix_as_long_as_fetching_pays() -
             if fetch_rate is not None:
                 load.fetch_tokens_per_second = fetch_rate
             made.service.on_change("updated", prefill.member)
+            for number in range(1, 20):  # a slow worker that has something to do takes no more
+                await made.router.Release(router_pb2.ReleaseRequest(request_id=f"r{number}"))
             assert (await made.place(chain("x", 20), prompt_tokens=320)).HasField("source") == fetches
         load.Clear()
         for able, unable in ((prefill.member, "fetches"), (decode.member, "sends")):
