@@ -111,7 +111,10 @@ def build_app(config: GatewayConfig, intake: Intake, state: ClusterState, placem
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """The body. Raises ApiError 413 as soon as it is longer than `limit` bytes."""
+    """The body. Raises ApiError 413 as soon as it is longer than `limit` bytes, and 415 for a packed one."""
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        message = f"The body is encoded as {encoding[:20]!r}; send it plain, without `Content-Encoding`"
+        raise ApiError(415, message, code="unsupported_encoding")
     body = bytearray()
     length = request.headers.get("content-length", "")
     too_long = length.isdecimal() and int(length) > limit
@@ -153,8 +156,8 @@ def _answers(kind: type[msgspec.Struct]) -> dict[int | str, dict[str, Any]]:
     def answer(description: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
         return {"description": description, "content": {"application/json": {"schema": _reference(kind)}}}
 
-    errors = {400: "bad value", 401: "no API key", 404: "unknown model", 413: "too long", 429: "too much at once"}
-    errors |= {500: "fault of the server", 503: "no worker now", 504: "took too long"}
+    errors = {400: "bad value", 401: "no API key", 404: "unknown model", 413: "too long", 415: "packed body"}
+    errors |= {429: "too much at once", 500: "fault of the server", 503: "no worker now", 504: "took too long"}
     return {200: answer("done", kind), **{status: answer(text, ErrorBody) for status, text in errors.items()}}
 
 

@@ -67,6 +67,23 @@ def test_excluded_workers_get_nothing_and_stay_ready() -> None:
     assert placer.fleet.table["ready"].sum() == 2
 
 
+@pytest.mark.parametrize("policy", ["prefix", "random", "two_choices", "least_outstanding"])
+def test_picks_of_one_moment_are_spread(policy: str) -> None:
+    """Chi-square of 1,000 placements on 8 equal workers, by routers that nobody gave a seed: no two draw alike."""
+    first, second = (made(*"abcdefgh", policy=policy, seed=None) for _ in range(2))
+    rows = []
+    for placer in (first, second):
+        rows.append([])
+        for number in range(1000):
+            rows[-1].append(place(placer, f"{number}").decision.decode)
+            placer.reservations.release(f"{number}", 0)
+            placer._expected.remove(rows[-1][-1])
+    for taken in rows:
+        counts = np.bincount(taken, minlength=8)
+        assert ((counts - 125) ** 2 / 125).sum() < 35  # p = 0.00001 at 7 degrees of freedom
+    assert rows[0] != rows[1]
+
+
 def test_what_is_expected_stays_expected_for_its_time() -> None:
     placer = made("a", "b", "c", "d")
     first = place(placer, "x").decision.decode

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -319,6 +320,32 @@ def test_keys(processes: Processes) -> None:
         assert wrong.json()["error"]["code"] == "invalid_api_key"
 
 
+def test_headers_say_what_the_body_is(client: httpx.Client, processes: Processes) -> None:
+    """Nothing of the hops behind the gateway: what is called plain is plain, whatever the client would take."""
+    head = {"accept-encoding": "gzip, br, zstd, deflate", "te": "trailers", "connection": "keep-alive, x-hop"}
+    head |= {"x-hop": "1", "upgrade": "h2c", "proxy-authorization": "Basic x"}
+    body = {"model": MODEL, "prompt": "x " * 300, "max_tokens": 4, "ignore_eos": True}
+    asked: list[tuple[str, str, dict[str, object] | None]] = [
+        ("POST", "/v1/completions", body),
+        ("POST", "/v1/completions", body | {"stream": True}),
+        ("POST", "/v1/completions", body | {"n": -1}),
+        ("GET", "/metrics", None),
+        ("GET", "/v1/models", None),
+    ]
+    for method, path, content in asked:
+        with client.stream(method, path, json=content, headers=head) as answer:
+            raw = b"".join(answer.iter_raw())
+        hop = {"content-encoding", "te", "trailer", "upgrade", "proxy-authenticate", "proxy-authorization", "x-hop"}
+        assert not hop & set(answer.headers), (path, answer.headers)
+        assert ("content-length" in answer.headers) != ("transfer-encoding" in answer.headers), (path, answer.headers)
+        assert int(answer.headers.get("content-length", len(raw))) == len(raw)
+        if path != "/metrics":
+            json.loads(raw.removeprefix(b"data: ").split(b"\n")[0])
+    zipped = client.post("/v1/completions", content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert zipped.status_code == 415 and zipped.json()["error"]["code"] == "unsupported_encoding"
+    assert "gzip" in zipped.json()["error"]["message"]
+
+
 def test_request_id_is_echoed(client: httpx.Client) -> None:
     assert client.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
     assert len(client.get("/version").headers["x-request-id"]) == 32
@@ -363,6 +390,26 @@ def test_books_balance(client: httpx.Client) -> None:
     assert metric(client, "tandem_ttft_seconds_count") == ttft + 1
     assert sum(counts()) == metric(client, "tandem_requests_received_total")
     assert metric(client, "tandem_member_up") == 3
+
+
+def test_router_has_all_load_back(client: httpx.Client) -> None:
+    """Whichever way requests end: at their length, by a string, by a mistake, by the client."""
+    before = metric(client, "tandem_router_placements_total")
+    complete(client, n=3, ignore_eos=True)
+    complete(client, stop=["a", "e", "i", "o", " "], max_tokens=200)
+    complete(client, n=-1)
+    complete(client, prompt=[5] * CONTEXT)
+    complete(client, prompt=[5, 6, 7], max_tokens=0, echo=True)
+    body = {"model": MODEL, "prompt": "x", "n": 4, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    with contextlib.suppress(httpx.ReadTimeout):
+        client.post("/v1/completions", json=body | {"stream": False}, timeout=0.05)
+    deadline = time.monotonic() + 10
+    while metric(client, "tandem_router_reservations"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert metric(client, "tandem_router_placements_total") >= before + 9
 
 
 def test_many_at_once_are_the_same_as_alone(client: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -402,6 +403,9 @@ async def test_what_no_worker_can_run_is_the_clients_error() -> None:
         sequence = all_.sequence()
         await sequence.run()
         assert sequence.failure is not None and sequence.failure.status == 400
+        assert json.loads(sequence.failure.body()) == {
+            "error": {"message": "refused", "type": "invalid_request_error", "param": None, "code": None}
+        }
 
 
 async def test_nobody_there_is_503_with_the_routers_retry_after() -> None:
