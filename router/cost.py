@@ -11,7 +11,9 @@ table, fitted to what happened (`router.fit`):
 What is neither cached nor fetched may be on its way: then to wait for it is in the queue already.
 """
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +22,33 @@ from router.fleet import NUM_TPOT, NUM_TTFT
 from router.snapshot import Ask, Snapshot
 
 _RATE = 10_000.0  # tokens per second that a worker computes, as long as none has measured
+_OWN = 2  # place of the coefficient
 _MOVED = 4.0  # times as fast KV is moved, as long as that is not measured
 
+_BEHIND = 0.25  # worth of a second for which prompts behind this one wait
+_STREAM = 0.25  # worth of a second that an answer takes longer
+_OUTPUT = 256  # tokens; of an answer, no more count
+_LOCAL = 2.0  # decode workers compute prompts themselves where another way costs so many times as much
+_MISSED = 1e6  # seconds that an objective is worth: those that meet it come first
+
 Floats = NDArray[np.float64]
+
+
+class Objectives(NamedTuple):
+    """Seconds that shall not be exceeded."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+
+
+class Elsewhere(NamedTuple):
+    """Another worker that would compute the prompt."""
+
+    ttft: float  # predicted seconds there
+    cost: float
+
+
+NOWHERE = Elsewhere(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +115,45 @@ def seconds(coefficients: Floats, of: Floats) -> Floats:
     """Predictions `[n]` from coefficients and features `[n, k]`."""
     found: Floats = np.einsum("nk,nk->n", coefficients, of)
     return found
+
+
+class Costs(NamedTuple):
+    """Of giving the request to each worker, `[n]` each."""
+
+    cost: Floats  # seconds
+    ttft: Floats  # predicted
+    local: NDArray[np.bool_]  # the worker rather computes the prompt itself
+
+
+def prefill_costs(ask: Ask, workers: Snapshot, objectives: Objectives) -> Costs:
+    """Of having them compute the prompt for another worker."""
+    there, table = features(ask, workers), workers.table
+    ttft = seconds(table["ttft"], there.computing())
+    cost = ttft + _BEHIND * table["ttft"][:, _OWN] * there.own + _MISSED * (ttft > objectives.ttft)
+    return Costs(cost, ttft, np.ones(len(ttft), np.bool_))
+
+
+def decode_costs(ask: Ask, workers: Snapshot, objectives: Objectives, elsewhere: Elsewhere) -> Costs:
+    """Of having them decode, and compute the prompt where that is better than `elsewhere`.
+
+    A prompt that is computed beside answers stops these for as long. Then elsewhere is better unless that takes far
+    longer: what a worker's load tells is never all that it will have to do.
+    """
+    there, table = features(ask, workers), workers.table
+    coefficients = table["ttft"]
+    work = coefficients[:, _OWN] * there.own
+    here = seconds(coefficients, there.computing())
+    streams = np.minimum(ask.max_tokens, _OUTPUT) * _STREAM
+    tpot_here = seconds(table["tpot"], there.decoding(local=True))
+    cost_here = here + _BEHIND * work + _STREAM * work * table["requests"] + streams * tpot_here
+    transfer = seconds(coefficients, there.receiving())
+    ttft_remote = elsewhere.ttft + transfer
+    tpot_remote = seconds(table["tpot"], there.decoding(local=False))
+    cost_remote = elsewhere.cost + transfer + streams * tpot_remote
+    cost_here += _MISSED * ((here > objectives.ttft) | (tpot_here > objectives.tpot))
+    cost_remote += _MISSED * ((ttft_remote > objectives.ttft) | (tpot_remote > objectives.tpot))
+    local = table["aggregated"] | (_LOCAL * cost_here < cost_remote)
+    return Costs(np.where(local, cost_here, cost_remote), np.where(local, here, ttft_remote), local)
 
 
 def predict(ask: Ask, decode: Snapshot, prefill: Snapshot | None) -> Prediction:

@@ -7,8 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import CacheCleared, KvEvent
+from router.cost import Objectives
 from router.expected import ExpectedBlocks
 from router.fetch import fetchable_tokens, source_for
+from router.fit import Fit, Measured
 from router.fleet import Fleet
 from router.health import Health
 from router.index import BlockIndex
@@ -42,19 +44,22 @@ class Placer:
         fetch_tokens: int,
         overlap_weight: float = 1.0,
         overlap_temperature: float = 0.0,
+        objectives: Objectives = Objectives(),  # noqa: B008
         seed: int | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.index = BlockIndex()
         self.reservations = Reservations(self.fleet)
         self.health = Health(self.fleet)
+        self._fit = Fit(self.fleet)
         self._expected = ExpectedBlocks(_HISTORY, _HISTORY_BLOCKS) if policy == "history" else ExpectedBlocks()
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._fetch_tokens = fetch_tokens
         self._overlap = Overlap(overlap_weight, overlap_temperature)
+        self._objectives = objectives
         self._rng = np.random.default_rng(seed)
-        self._decisions = 0
+        self._turn = 0
 
     def leave(self, worker: str) -> None:
         """Forgets a worker: its blocks, what was expected of it, its load."""
@@ -64,6 +69,7 @@ class Placer:
             self._expected.remove(row)
             self.reservations.forget(row)
             self.health.forget(row)
+            self._fit.forget(row)
             self.fleet.leave(worker)
 
     def told(self, row: int, events: Sequence[KvEvent]) -> None:
@@ -93,11 +99,10 @@ class Placer:
         """
         numbered = [(self.fleet.layout(layout), hashes) for layout, hashes in chains]
         snapshot = self._snapshot(ask, numbered, excluded, now)
-        draw = Draw(self._rng, self._overlap)
+        draw = Draw(self._turn, self._rng, self._overlap, self._objectives)
+        self._turn += 1
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
         source = source_for(decision.computing, snapshot)
-        self._decisions += 1
-        self.fleet.table["taken"][[decision.decode, decision.computing]] = self._decisions
         self.health.sent(key, decision.decode, decision.prefill, now)
         self._book(key, ask, snapshot, decision, source, now=now, lease=lease)
         self._expect({decision.decode, decision.computing}, numbered, now)
@@ -111,6 +116,14 @@ class Placer:
         """Now and then: ends what is over."""
         self.reservations.expire(now)
         self._expected.expire(now)
+        self._fit.tick()
+
+    def learn(self, reservation: Reservation, measured: Measured) -> None:
+        """An attempt that was booked so has ended well, its prompt computed where it was meant to be."""
+        prediction, decode = reservation.prediction, reservation.decode
+        computing = decode if reservation.prefill is None else reservation.prefill
+        if bool(prediction.receiving) == (reservation.prefill is not None):  # otherwise the prefill worker has left
+            self._fit.learn(prediction, measured, computing=computing, decode=decode)
 
     def _expect(self, rows: Iterable[int], chains: list[tuple[int, Sequence[bytes]]], now: float) -> None:
         for row in rows:
@@ -163,5 +176,6 @@ class Placer:
                 booked=now,
                 expires=now + lease,
                 predicted_tokens=max(0, ask.prompt_tokens - uncached),
+                prediction=decision.prediction,
             ),
         )

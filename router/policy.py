@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from router.cost import Prediction, predict
+from router.cost import NOWHERE, Elsewhere, Prediction, decode_costs, predict, prefill_costs
 from router.policies import POLICIES, Draw
 from router.snapshot import Ask, Snapshot
 
@@ -18,6 +18,7 @@ class Way(Enum):
     ASKED = "local prefill asked for"
     AGGREGATED = "aggregated worker"
     SHORT = "short uncached prompt"
+    SOONER = "local prefill far sooner"
     ALONE = "no prefill worker"
 
 
@@ -75,9 +76,11 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     """The decode worker, and the prefill worker unless the decode worker does it itself. Raises NoWorker.
 
     The decode worker computes the prompt itself when it is an aggregated worker, when there is no prefill worker, when
-    that was asked for, or when no more than `local_prefill_tokens` are missing there.
+    that was asked for, when no more than `local_prefill_tokens` are missing there, or when more are but that is
+    predicted to be far better (never if it is 0).
     """
-    decoding = _choose("decodes", ask, snapshot, policy, draw)
+    prefilling = None if ask.local_prefill_only else _choose("prefills", ask, snapshot, policy, draw)
+    decoding = _choose("decodes", ask, snapshot, policy, draw._replace(elsewhere=_elsewhere(ask, prefilling, draw)))
     if decoding is None:
         raise NoWorker("no decode or aggregated worker is ready")
     decode = decoding.winner
@@ -92,12 +95,25 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
         reason = f"{chosen}; only {uncached} prompt tokens are left to compute"
         return _decided(ask, Way.SHORT, reason, decoding)
     apart = snapshot.apart.get(decode, frozenset())
-    prefilling = _choose("prefills", ask, snapshot, policy, draw, apart)
+    if prefilling is not None and prefilling.winner in apart:
+        prefilling = _choose("prefills", ask, snapshot, policy, draw, apart)
     if prefilling is None:
         reason = f"{chosen}; no prefill worker is ready, or all that are fail"
         return _decided(ask, Way.ALONE, reason, decoding)
+    elsewhere = _elsewhere(ask, prefilling, draw)
+    if local_prefill_tokens and decode_costs(ask, decoding.workers, draw.objectives, elsewhere).local[0]:
+        reason = f"{chosen}; the best prefill worker would need {elsewhere.ttft:.3g} s"
+        return _decided(ask, Way.SOONER, reason, decoding)
     reason = f"{chosen}, {snapshot.cached_blocks[prefilling.winner]} on the prefill worker"
     return _decided(ask, Way.REMOTE, reason, decoding, prefilling)
+
+
+def _elsewhere(ask: Ask, prefilling: Choice | None, draw: Draw) -> Elsewhere:
+    """What the chosen prefill worker offers to a decode worker."""
+    if prefilling is None:
+        return NOWHERE
+    costs = prefill_costs(ask, prefilling.workers, draw.objectives)
+    return Elsewhere(float(costs.ttft[0]), float(costs.cost[0]))
 
 
 def _decided(ask: Ask, way: Way, reason: str, decoding: Choice, prefilling: Choice | None = None) -> Decision:

@@ -1,10 +1,11 @@
 """Load that was given to workers and has not come back: booked when a request is placed, so that the next sees it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from router.cost import Prediction
 from router.fleet import Fleet
 
 
@@ -20,6 +21,7 @@ class Reservation:
     expires: float
     predicted_tokens: int  # cached prompt tokens expected
     told_by: str = ""  # router that booked it; "": this one
+    prediction: Prediction = field(default_factory=Prediction)
 
 
 class Reservations:

@@ -108,6 +108,12 @@ def up(
     local_prefill_tokens: Annotated[
         int | None, typer.Option(help="Shorter uncached prompts are prefilled where they decode.")
     ] = None,
+    slo_ttft: Annotated[
+        float | None, typer.Option(help="Seconds to the first token that placements try to keep to.")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option(help="Seconds for each token after it that placements try to keep to.")
+    ] = None,
     fetch_tokens: Annotated[
         int | None, typer.Option(help="Longer prefixes are fetched from the worker that has them; 0: never.")
     ] = None,
@@ -159,6 +165,8 @@ def up(
         connector=connector,
         policy=policy,
         local_prefill_tokens=local_prefill_tokens,
+        slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot,
         fetch_tokens=fetch_tokens,
         max_queue=max_queue,
         log_level=log_level,

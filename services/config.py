@@ -50,8 +50,10 @@ class RouterConfig(ClusterConfig, kw_only=True):
     ] = "prefix"
     overlap_weight: float = 1.0  # of the policy overlap: what a block to prefill costs, in blocks kept
     overlap_temperature: float = 0.0  # of the policy overlap: 0 takes the best, more draws among the better ones
-    local_prefill_tokens: int = 32  # shorter uncached prompts are prefilled on the decode worker
     max_queue: int = 1024  # requests that wait until a worker has room; more get 429
+    local_prefill_tokens: int = 32  # shorter uncached prompts are prefilled on the decode worker; 0: none is
+    slo_ttft: float = 0.0  # seconds to the first token that the policy prefix tries to keep to; 0: as few as possible
+    slo_tpot: float = 0.0  # seconds for each token after it, likewise
     fetch_tokens: int = 256  # a prefix of so many tokens more is fetched from the worker that has it; 0: never
 
 
@@ -113,6 +115,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "local_prefill_tokens": (0, _NO_LIMIT),
     "max_queue": (0, _NO_LIMIT),
     "fetch_tokens": (0, _NO_LIMIT),
+    "slo_ttft": (0, 86400),
+    "slo_tpot": (0, 86400),
     "overlap_weight": (0, 1000),
     "overlap_temperature": (0, 1000),
     "port": (0, 65535),

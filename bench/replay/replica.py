@@ -12,6 +12,7 @@ from bench.replay.settings import Settings
 from bench.replay.traces import Demand
 from engine.request import KvEventBatch
 from router.feed import Feed, Verdict
+from router.fit import Measured
 from router.placer import Placer
 from router.policies import session_key
 from router.shared_load import SharedLoad
@@ -43,8 +44,8 @@ class Chooser(Protocol):
         """Where request `number` goes."""
         ...
 
-    def release(self, number: int, now: float) -> None:
-        """Its end was told."""
+    def release(self, number: int, measured: Measured) -> None:
+        """Its end was told, and what it took."""
         ...
 
 
@@ -97,9 +98,10 @@ class Replica:
         self.shared.booked(key, chains)
         return Placement(placed.decision.decode, placed.decision.prefill, placed.source)
 
-    def release(self, number: int, now: float) -> None:
-        """Ends the booking."""
-        self.placer.reservations.release(str(number), 0)
+    def release(self, number: int, measured: Measured) -> None:
+        """Ends the booking, and learns."""
+        if (booked := self.placer.reservations.release(str(number), 0)) is not None:
+            self.placer.learn(booked, measured)
         self.shared.released((str(number), 0))
 
     def hear(self, worker: int, batch: KvEventBatch) -> bool:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from router.cost import NOWHERE, Elsewhere, Objectives
 from router.snapshot import Ask, Snapshot
 
 
@@ -17,10 +18,13 @@ class Overlap(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What else may decide: chance, and settings."""
+    """What else may decide: how many decisions were made before, chance, and settings."""
 
+    turn: int
     rng: np.random.Generator
     overlap: Overlap = Overlap()
+    objectives: Objectives = Objectives()
+    elsewhere: Elsewhere = NOWHERE  # where a decode worker would get the prompt's KV
 
 
 # Cost `[n]` of giving the request to each of the workers; the least wins, and of equals any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ class _Entry(NamedTuple):
     attempt: str
     prompt_tokens: int
     reason: str
+    ttft: float  # predicted seconds
+    tpot: float
     held: float  # seconds
     source: str
     choices: list[tuple[Choice, list[str]]]  # with the workers' names
@@ -33,7 +35,6 @@ class Explanations:
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._ring: deque[_Entry] = deque(maxlen=_PLACEMENTS)
-        self._reuse: OrderedDict[str, tuple[int, int]] = OrderedDict()  # predicted and found, of attempts that ended
 
     def add(
         self,
@@ -51,18 +52,14 @@ class Explanations:
                 attempt=attempt_name(request.request_id, request.attempt),
                 prompt_tokens=request.prompt_tokens,
                 reason=reason,
+                ttft=placed.decision.ttft,
+                tpot=placed.decision.tpot,
                 held=held,
                 source="" if placed.source is None else name(placed.source),
                 choices=[(choice, [name(int(row)) for row in choice.rows]) for choice in placed.decision.choices],
                 left_out=left_out,
             )
         )
-
-    def ended(self, request: router_pb2.ReleaseRequest, predicted: int) -> None:
-        """An attempt has ended; so many cached tokens had been predicted."""
-        self._reuse[attempt_name(request.request_id, request.attempt)] = predicted, request.cached_tokens
-        if len(self._reuse) > _PLACEMENTS:
-            self._reuse.popitem(last=False)
 
     def of(self, request: str) -> router_pb2.ExplainReply:
         """Those of a request, oldest first; the latest one if none is named."""
@@ -73,19 +70,18 @@ class Explanations:
         return list(self._ring)[-1:]
 
     def _explained(self, entry: _Entry) -> router_pb2.Explanation:
-        predicted, found = self._reuse.get(entry.attempt, (None, None))
         return router_pb2.Explanation(
             attempt=entry.attempt,
             seconds_ago=time.monotonic() - entry.at,
             policy=self._policy,
             prompt_tokens=entry.prompt_tokens,
             reason=entry.reason,
+            ttft_seconds=entry.ttft,
+            tpot_seconds=entry.tpot,
             held_seconds=entry.held,
             source=entry.source,
             rankings=[_ranking(choice, names) for choice, names in entry.choices],
             left_out=entry.left_out,
-            predicted_tokens=predicted,
-            found_tokens=found,
         )
 
 

@@ -57,7 +57,7 @@ class HealthWatch:
         """A worker's heartbeat."""
         self._health.heard(row, running=load.running, steps=load.steps, now=time.monotonic())
 
-    def ended(self, report: router_pb2.ReleaseRequest, *, counts: bool) -> None:
+    def ended(self, report: router_pb2.ReleaseRequest, late: float | None, *, counts: bool) -> None:
         """An attempt has ended. `counts`: in the metrics, of one router only."""
         outcome = _OUTCOMES.get(report.outcome, Outcome.UNTOLD)
         if counts:
@@ -71,6 +71,7 @@ class HealthWatch:
                 outcome=outcome,
                 prefill_failed=report.prefill_failed,
                 answered=report.output_tokens > 0,
+                late=late,
             ),
             time.monotonic(),
         )

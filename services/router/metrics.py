@@ -35,6 +35,15 @@ class RouterMetrics:
             ["kind"],
             registry=registry,
         )
+        self.prediction_ratio = Histogram(
+            "tandem_router_prediction_ratio",
+            "Actual through predicted seconds, to the first token (ttft) and for each after it (tpot)",
+            ["of"],
+            registry=registry,
+            buckets=(0.1, 0.25, 0.5, 0.8, 1.25, 2, 4, 10),
+        )
+        for of in ("ttft", "tpot"):
+            self.prediction_ratio.labels(of)
         self.placements = Counter("tandem_router_placements", "Placements by reason", ["reason"], registry=registry)
         for way in Way:
             self.placements.labels(way.value)

@@ -13,10 +13,13 @@ import grpc.aio
 import structlog
 
 from router.admission import Refused
+from router.cost import Objectives
+from router.fit import Measured
 from router.placer import Placed, Placer
 from router.policies import session_key
 from router.policy import NoWorker, Way
 from router.reservations import Reservation
+from router.self_check import Mode, ReuseCheck, is_alarm, judge
 from router.shared_load import SharedLoad
 from router.snapshot import Ask
 from services.config import RouterConfig
@@ -24,8 +27,7 @@ from services.process import new_incarnation
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
 from services.router.line import Line, Released
-from services.router.metrics import RouterMetrics
-from services.router.reuse_watch import ReuseWatch
+from services.router.metrics import OVERLAPS, RouterMetrics
 from services.router.watchers import Watchers, hashes_alike
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
 from services.security import ClusterKey
@@ -37,6 +39,7 @@ _SESSION_BLOCKS = 4  # which keep prompts together that name no session
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _SAY_AGAIN_SECONDS = 60.0
+_WELL = (router_pb2.OK, router_pb2.ABORTED)
 _NO_LAYOUT = -1  # no prompt has hashes of it
 _RATES = 1e-3, 1e9  # tokens per second that a worker may have measured
 _SPREAD = 1.25  # of times to come back: so many times as long at most
@@ -53,13 +56,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
             fetch_tokens=config.fetch_tokens,
             overlap_weight=config.overlap_weight,
             overlap_temperature=config.overlap_temperature,
+            objectives=Objectives(config.slo_ttft or math.inf, config.slo_tpot or math.inf),
         )
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
         self._watchers = Watchers(self._placer, key, self.metrics)
-        self._reuse = ReuseWatch(config.policy, self._watchers, self.metrics)
+        self._check = ReuseCheck()
+        self._mode, self._why = Mode.PREFIX, ""
         self._line = Line(self._placer, config.max_queue, self.metrics)
         self._explanations = Explanations(config.policy)
+        self._policy = config.policy
         self._say_alone_at = 0.0
         self.incarnation = new_incarnation()
         self.shared = SharedLoad(self.incarnation, self._placer)
@@ -178,16 +184,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """What is remembered of a request's placements."""
         return self._explanations.of(request.request)
 
-    async def Status(
-        self, request: router_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> router_pb2.StatusReply:
-        """What is known, and whether that holds."""
-        now = time.monotonic()
-        status = self._reuse.status(now)
-        status.blocks, status.reservations = len(self._placer.index), len(self._placer.reservations)
-        status.routers, status.staleness_seconds = len(self.shared), self.shared.staleness(now)
-        return status
-
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.ReleaseReply:
@@ -210,19 +206,48 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._health.tick(now, connected=connected)
         self.shared.tick(now)
         self._watchers.tick(now)
-        self._reuse.tick(now)
+        self._check.tick(now)
+        states = self._watchers.states(now)
+        for state, count in states.items():
+            self.metrics.caches.labels(state).set(count)
+        self.metrics.precision.set(self._check.precision)
+        self.metrics.recall.set(self._check.recall)
+        followed = states["known"] + states["unknown"]  # the latter for some seconds only
+        mode, self._why = judge(self._policy, sum(states.values()), followed, self._check)
+        if mode is not self._mode and is_alarm(self._policy, mode):
+            log.warning("requests are routed by load alone", reason=self._why)
+        elif mode is not self._mode and self._why == "":
+            log.info("requests are routed by cached prefixes again")
+        self._mode = mode
+        for each in Mode:
+            self.metrics.mode.labels(each.value).set(each is mode)
 
     def _ended(self, request: router_pb2.ReleaseRequest, booked: Reservation | None, *, told_here: bool) -> None:
         """An attempt has ended. All routers learn from it; that which its gateway told counts it."""
-        self._health.ended(request, counts=told_here)
+        late = None
+        if booked is not None and request.outcome in _WELL and not request.prefill_failed:
+            late = self._learn(request, booked, told_here=told_here)
+        self._health.ended(request, late, counts=told_here)
         self._line.freed()
         if booked is None or not request.HasField("cached_tokens"):
             return
         predicted, found = booked.predicted_tokens, request.cached_tokens
-        self._reuse.ended(predicted, found, time.monotonic())
+        self._check.observe(predicted, found, time.monotonic())
         if told_here:
-            self._reuse.count(predicted, found, self._members[booked.decode].model.block_size)
-            self._explanations.ended(request, predicted)
+            size = self._members[booked.decode].model.block_size
+            for kind, tokens in zip(OVERLAPS, (predicted, found, min(predicted, found)), strict=True):
+                self.metrics.overlap.labels(kind).inc(tokens / size)
+
+    def _learn(self, request: router_pb2.ReleaseRequest, booked: Reservation, *, told_here: bool) -> float | None:
+        """Compares predictions with what came of them; actual through predicted seconds to the first token."""
+        ttft = request.ttft_seconds if request.HasField("ttft_seconds") else None
+        measured = Measured(ttft, request.output_tokens, request.decode_seconds)
+        self._placer.learn(booked, measured)
+        ratios = measured.against(booked.prediction)
+        if told_here:
+            for name, ratio in ratios.items():
+                self.metrics.prediction_ratio.labels(name).observe(ratio)
+        return ratios.get("ttft")
 
     def _say_alone(self, now: float) -> None:
         """A cluster in which decode workers compute the prompts answers all the same, so that nobody might notice."""

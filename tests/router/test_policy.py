@@ -10,13 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_tables import ASK, snapshot, worker
 
+from router.cost import Objectives
 from router.policies import POLICIES, Draw
 from router.policy import Decision, NoWorker, Way, place
 from router.snapshot import Ask
 
 
-def decide(*workers: Any, ask: Ask = ASK, policy: str = "prefix", local: int = 32, fetch: int = 0) -> Decision:
-    draw = Draw(np.random.default_rng(1))
+def decide(
+    *workers: Any,
+    ask: Ask = ASK,
+    policy: str = "prefix",
+    local: int = 32,
+    turn: int = 0,
+    fetch: int = 0,
+    objectives: Objectives = Objectives(),  # noqa: B008
+) -> Decision:
+    draw = Draw(turn, np.random.default_rng(1), objectives=objectives)
     workers_now = snapshot(*workers, ask=ask, fetch_tokens=fetch)
     return place(ask, workers_now, policy=policy, local_prefill_tokens=local, draw=draw)
 
@@ -62,39 +71,57 @@ def test_ways(policy: str) -> None:
 
 
 def test_requests_that_wait_for_blocks_cost_but_do_not_decide_alone() -> None:
-    """One waiting request must not divert all traffic from a worker together with its cache."""
+    """One waiting request, 50 ms at first, must not divert all traffic from a worker together with its cache."""
     cached = worker("a", cached=62, waiting_for_blocks=1)
-    assert decided(cached, worker("b"))[0] == "a"  # 992 tokens spared x 1.25, against 512
-    assert decided(worker("a", cached=62, waiting_for_blocks=3), worker("b"))[0] == "b"
+    assert decided(cached, worker("b"))[0] == "a"  # 992 tokens spared, 99 ms
+    assert decided(worker("a", cached=62, waiting_for_blocks=4), worker("b"))[0] == "b"
     assert decided(worker("a", cached=8, waiting_for_blocks=1), worker("b"))[0] == "b"
-    assert decided(worker("a", waiting_for_blocks=1), worker("b", decode=4000))[0] == "b"
-    assert decided(worker("a", waiting_for_blocks=1), worker("b", decode=4200))[0] == "a"
     assert decided(worker("a", waiting_for_blocks=1), worker("b", waiting_for_blocks=2))[0] == "a"
 
 
 def test_what_can_be_fetched_is_nearly_cached() -> None:
-    """A fetch of 800 tokens costs as much as computing 200 until it is measured, and then what was measured."""
+    """A fetch of 800 tokens takes as long as computing 200 until it is measured, and then what was measured."""
 
     def choose(queue: int, **columns: float) -> str:
         return decided(worker("a", cached=50, prefill=queue), worker("b", **columns), fetch=256)[0]
 
-    assert choose(249) == "a"  # 1.25 x (1000 - 200) - 1.25 x (400 - 200): 250 more
-    assert choose(251) == "b"
-    measured = {"prefill_rate": 1000.0, "fetch_rate": 10_000.0}
-    assert choose(99, **measured) == "a" and choose(101, **measured) == "b"
+    assert choose(190) == "a" and choose(215) == "b"
+    measured = {"prefill_rate": 10_000.0, "fetch_rate": 100_000.0}
+    assert choose(70, **measured) == "a" and choose(95, **measured) == "b"
     unable = {"fetches": False}
-    assert choose(999, **unable) == "a" and choose(1001, **unable) == "b"
+    assert choose(900, **unable) == "a" and choose(1100, **unable) == "b"
 
 
 def test_a_hot_prefix_spreads_before_its_worker_queues() -> None:
-    """8 requests and a quarter of a share more; then others compute or fetch it, too."""
+    """To decode beside many, or to wait, takes longer than to compute it elsewhere: all that is predicted."""
     others = [worker("b"), worker("c"), worker("d")]
-    assert decided(worker("a", cached=62, requests=11), *others)[0] == "a"
-    assert decided(worker("a", cached=62, requests=12), *others)[0] in "bcd"  # more than 1.25 x 3 + 8
-    busy = [worker(name, requests=20) for name in "bcd"]
-    assert decided(worker("a", cached=62, requests=33), *busy)[0] == "a"
-    assert decided(worker("a", cached=62, requests=60), *busy)[0] in "bcd"
+    assert decided(worker("a", cached=62, requests=11, decode=11_000), *others)[0] == "a"
+    assert decided(worker("a", cached=62, requests=60, decode=60_000), *others)[0] in "bcd"
+    busy = [worker(name, requests=50, decode=50_000) for name in "bcd"]
+    assert decided(worker("a", cached=62, requests=60, decode=60_000), *busy)[0] == "a"
+    assert decided(worker("a", cached=62, prefill=1500), *others)[0] in "bcd"
     assert decided(worker("a", cached=62, requests=1000))[0] == "a"  # it is alone
+
+
+def test_objectives_come_before_cost() -> None:
+    """The cached worker is the cheapest, but its answers would be too slow."""
+    slow, other = worker("a", cached=62, decode=40_000), worker("b")
+    assert decided(slow, other)[0] == "a"
+    assert decided(slow, other, objectives=Objectives(tpot=0.010))[0] == "b"
+    assert decided(slow, other, objectives=Objectives(ttft=0.05, tpot=0.1))[0] == "a"  # the other's first token is late
+    assert decided(slow, other, objectives=Objectives(ttft=0.05, tpot=0.010))[0] == "a"  # none meets both
+
+
+def test_a_prompt_is_computed_where_it_is_decoded_if_prefill_workers_have_far_more_to_do() -> None:
+    busy, idle = worker("p", "prefill", prefill=5000), worker("p", "prefill")
+    assert decide(worker("d"), busy).way is Way.SOONER
+    assert decide(worker("d"), idle).way is Way.REMOTE
+    assert decide(worker("d", requests=40, decode=40_000), busy).way is Way.REMOTE  # all its answers would wait
+    assert decide(worker("d"), busy, local=0).way is Way.REMOTE
+    late = Objectives(ttft=0.2)
+    assert decide(worker("d"), worker("p", "prefill", prefill=1000), objectives=late).way is Way.SOONER
+    # Of two decode workers the one that has most of it computes the rest rather than to wait.
+    assert decided(worker("d0"), worker("d1", cached=50), busy) == ("d1", None)
 
 
 def test_a_limit_of_zero_prefills_remotely_always() -> None:
@@ -133,10 +160,15 @@ def test_least_outstanding_does_not_look_at_the_cache() -> None:
     assert decided(*workers, policy="prefix")[0] == "d0"
 
 
+def test_round_robin_takes_turns() -> None:
+    workers = [worker(name) for name in ("d0", "d1", "d2")]
+    assert [decided(*workers, policy="round_robin", turn=turn)[0] for turn in range(6)] == ["d0", "d1", "d2"] * 2
+
+
 @pytest.mark.parametrize("policy", ["prefix", "least_outstanding", "random"])
 def test_equals_are_chosen_evenly(policy: str) -> None:
     """Chi-square of 4 equal workers, one generator for all decisions."""
-    draw = Draw(np.random.default_rng(7))
+    draw = Draw(0, np.random.default_rng(7))
     workers = snapshot(*(worker(f"d{number}") for number in range(4)))
     counts = Counter(place(ASK, workers, policy=policy, local_prefill_tokens=32, draw=draw).decode for _ in range(1000))
     assert sum((counts[row] - 250) ** 2 / 250 for row in range(4)) < 16.3  # p = 0.001 at 3 degrees of freedom
@@ -157,16 +189,16 @@ WORKERS = st.lists(
 )
 
 
-@given(WORKERS, st.sampled_from(list(POLICIES)), st.integers(1, 2000), st.booleans())
-def test_what_holds_for_every_decision(workers: list[Any], policy: str, tokens: int, local: bool) -> None:
+@given(WORKERS, st.sampled_from(list(POLICIES)), st.integers(1, 2000), st.booleans(), st.integers(0, 9))
+def test_what_holds_for_every_decision(workers: list[Any], policy: str, tokens: int, local: bool, turn: int) -> None:
     ask = Ask(tokens, 10, local)
     able = [row for row, _, _ in workers if row["ready"] and not row["prefills"]]
     if not able:
         with pytest.raises(NoWorker):
-            decide(*workers, ask=ask, policy=policy)
+            decide(*workers, ask=ask, policy=policy, turn=turn)
         return
-    decision = decide(*workers, ask=ask, policy=policy)
-    assert decide(*workers, ask=ask, policy=policy) == decision  # nothing else decides
+    decision = decide(*workers, ask=ask, policy=policy, turn=turn)
+    assert decide(*workers, ask=ask, policy=policy, turn=turn) == decision  # nothing else decides
     decode = workers[decision.decode][0]
     assert decode["ready"] and decode["decodes"]
     if decision.prefill is not None:
@@ -181,7 +213,7 @@ def test_one_token_is_always_left_to_compute() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decision_remembers_its_best_candidates(policy: str) -> None:
     workers = [worker(f"d{number}", decode=100 * number) for number in range(12)] + [worker("p", "prefill")]
-    decision = decide(*workers, policy=policy)
+    decision = decide(*workers, policy=policy, turn=5)
     decoding, prefilling = decision.choices
     assert (decoding.role, decoding.candidates, prefilling.role, prefilling.candidates) == (
         "decodes",
