@@ -26,6 +26,7 @@ WORKER = np.dtype(
         ("aggregated", "?"),
         ("fetches", "?"),  # can take what others have cached
         ("sends", "?"),  # others can take what it has cached
+        ("model", "i4"),  # a number for each model
         ("layout", "i4"),  # a number for each layout of blocks
         ("block_size", "i4"),  # tokens
         ("requests", "i4"),  # booked
@@ -80,6 +81,10 @@ class Fleet:
     def row(self, worker: str) -> int | None:
         """Where a worker stands; None: it is not there."""
         return self._row_of.get(worker)
+
+    def model(self, name: str) -> int:
+        """The number of a model."""
+        return self._numbers.setdefault(("model", name), len(self._numbers))
 
     def layout(self, name: str) -> int:
         """The number of a layout."""

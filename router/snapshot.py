@@ -16,6 +16,7 @@ class Ask:
     max_tokens: int
     local_prefill_only: bool = False
     session: int = 0  # 64 bits that stand for what should stay together
+    model: int | None = None  # number of the model that a worker must have; None: any
 
     def uncached(self, cached_tokens: NDArray[Any]) -> NDArray[np.int64]:
         """Prompt tokens left to compute where that many leading ones are cached; the last one always."""

@@ -98,6 +98,10 @@ def up(
     connector: Annotated[
         str | None, typer.Option(help="auto, shared_memory, tcp, zmq, gloo or nixl; on cuda: cuda_ipc, nccl or nixl.")
     ] = None,
+    model_aliases: Annotated[
+        str | None,
+        typer.Option(help="Other names of the model that requests may use, comma separated.", metavar="ALIAS=MODEL"),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -163,6 +167,7 @@ def up(
         tensor_parallel=tensor_parallel,
         dummy_seed=dummy_seed,
         connector=connector,
+        model_aliases=model_aliases,
         policy=policy,
         local_prefill_tokens=local_prefill_tokens,
         slo_ttft=slo_ttft,

@@ -33,6 +33,7 @@ class GatewayConfig(ClusterConfig, kw_only=True):
 
     model: str = ""  # folder with tokenizer and chat template
     model_name: str = ""
+    model_aliases: str = ""  # ALIAS=MODEL, comma separated: other names that requests may use
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: str = ""  # comma separated; empty: no key needed

@@ -54,9 +54,9 @@ def build_app(config: GatewayConfig, intake: Intake, state: ClusterState, placem
 
     app.openapi = openapi  # type: ignore[method-assign]
 
-    def entry() -> ModelEntry:
+    def entry(name: str) -> ModelEntry:
         card = placements.model
-        return ModelEntry(intake.model_name, started, card.max_model_len if card else None)
+        return ModelEntry(name, started, card.max_model_len if card else None)
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest), responses=_answers(Completion))
     async def completions(request: Request) -> Response:
@@ -74,15 +74,15 @@ def build_app(config: GatewayConfig, intake: Intake, state: ClusterState, placem
 
     @app.get("/v1/models", responses=_answers(ModelList))
     async def models() -> Response:
-        """The model that this cluster serves."""
-        return _json(ModelList([entry()]))
+        """The model that this cluster serves, under each of its names."""
+        return _json(ModelList([entry(name) for name in intake.model_names]))
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         """One model."""
-        if model != intake.model_name:
+        if model not in intake.model_names:
             raise model_not_found(model)
-        return _json(entry())
+        return _json(entry(model))
 
     @app.get("/health")
     async def health() -> Response:

@@ -21,6 +21,7 @@ from services.gateway import validation
 from services.gateway.errors import context_length_exceeded, invalid, model_not_found, overloaded, unavailable
 from services.gateway.formats import ChatFormat, CompletionFormat, Format, Head
 from services.gateway.generation import Generation, Plan, Running
+from services.gateway.model_names import model_names
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.gateway.prompts import check_messages, check_prompts
 from services.gateway.validation import Options
@@ -49,6 +50,7 @@ class Intake:
 
     def __init__(self, config: GatewayConfig, text: TextModel, running: Running) -> None:
         self.model_name = config.model_name or Path(config.model).name
+        self.model_names = model_names(self.model_name, config.model_aliases)
         self.in_flight = 0  # sequences
         self._config = config
         self._text = text
@@ -66,8 +68,8 @@ class Intake:
         async def tokenise() -> Generation:
             ids = [prompt if isinstance(prompt, list) else await self._encode(prompt) for prompt in prompts]
             plan = self._plan(
-                "cmpl-", "prompt", ids, options, CompletionFormat(self._text.tokenizer, options), card, tenant,
-                session, ignore_eos=bool(request.ignore_eos),
+                "cmpl-", "prompt", ids, options, CompletionFormat(self._text.tokenizer, options), card, request.model,
+                tenant, session, ignore_eos=bool(request.ignore_eos),
             )  # fmt: skip
             return Generation(plan, self._running, self._text.tokenizer)
 
@@ -90,8 +92,8 @@ class Intake:
             except TemplateError as error:
                 raise invalid(f"The chat template refuses the messages: {error}", "messages", "chat_template") from None
             plan = self._plan(
-                "chatcmpl-", "messages", [ids], options, ChatFormat(self._text.tokenizer, options), card, tenant,
-                session, ignore_eos=bool(request.ignore_eos),
+                "chatcmpl-", "messages", [ids], options, ChatFormat(self._text.tokenizer, options), card, request.model,
+                tenant, session, ignore_eos=bool(request.ignore_eos),
             )  # fmt: skip
             return Generation(plan, self._running, self._text.tokenizer)
 
@@ -101,7 +103,7 @@ class Intake:
 
     def _card(self, model: str) -> tuple[cluster_pb2.ModelCard, int]:
         """The model's card, and the tokens that prompt and output may have together."""
-        if model != self.model_name:
+        if model not in self.model_names:
             raise model_not_found(model)
         card = self._running.placements.model
         if card is None:
@@ -135,6 +137,7 @@ class Intake:
         options: Options,
         form: Format,
         card: cluster_pb2.ModelCard,
+        model: str,
         tenant: str,
         session: str,
         *,
@@ -147,7 +150,7 @@ class Intake:
             if len(ids) + (options.max_tokens != 0) > room:
                 raise context_length_exceeded(param, len(ids), room)
         return Plan(
-            head=Head(prefix + secrets.token_hex(16), int(time.time()), self.model_name),
+            head=Head(prefix + secrets.token_hex(16), int(time.time()), model),
             options=options,
             format=form,
             prompts=prompts,

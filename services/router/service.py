@@ -115,6 +115,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             aggregated=member.role == "aggregated",
             fetches=member.fetches and alike,
             sends=member.sends and alike,
+            model=fleet.model(member.model.name),
             layout=fleet.layout(member.model.layout) if alike else _NO_LAYOUT,
             block_size=member.model.block_size,
             waiting_for_blocks=load.waiting_for_blocks,
@@ -140,7 +141,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         chains = [(chain.layout, list(chain.block_hashes)) for chain in request.chains]
         beginning = b"".join(chains[0][1][:_SESSION_BLOCKS]) if chains else b""
         session = session_key(f"{request.tenant}:{request.session}".encode() if request.session else beginning)
-        ask = Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session)
+        model = self._placer.fleet.model(request.model) if request.model else None
+        ask = Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session, model)
         try:
             async with self._line.turn(request, ask) as held:
                 return self._place(request, ask, chains, held)

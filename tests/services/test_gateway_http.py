@@ -78,6 +78,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
         "TANDEM_STATE": state.url,
         "TANDEM_MODEL": str(tiny_model(folder / "model")),
         "TANDEM_MODEL_NAME": MODEL,
+        "TANDEM_MODEL_ALIASES": f"gpt-4o={MODEL}, org/default={MODEL}",
         "TANDEM_PORT": str(port),
         "TANDEM_API_KEYS": KEYS,
         "TANDEM_DUMMY_SEED": "3",
@@ -306,6 +307,18 @@ def test_errors_in_openai_shape(client: httpx.Client) -> None:
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
     assert complete(client, temperature=-1).json()["error"]["param"] == "temperature"
+
+
+@pytest.mark.parametrize("name", [MODEL, "gpt-4o", "org/default"])
+def test_aliases_name_the_model(client: httpx.Client, name: str) -> None:
+    """And the answer has the name that was asked for; tokens are the same, and cached ones too."""
+    body = {"prompt": "Names are but words, and words are cheap", "max_tokens": 4, "temperature": 0}
+    answer, same = complete(client, model=name, **body), complete(client, **body)
+    assert answer.status_code == 200 and answer.json()["model"] == name
+    assert answer.json()["choices"][0]["text"] == same.json()["choices"][0]["text"]
+    assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == [MODEL, "gpt-4o", "org/default"]
+    entry = client.get(f"/v1/models/{name}").json()
+    assert (entry["id"], entry["max_model_len"]) == (name, CONTEXT)
 
 
 def test_keys(processes: Processes) -> None:
