@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -250,7 +251,7 @@ async def _ask(channel: grpc.aio.Channel, request: router_pb2.PlaceRequest) -> r
     except ChannelClosed:
         raise (_HeldInVain if is_held else ChannelClosed) from None
     except grpc.aio.AioRpcError as error:
-        if is_held and error.code() in _TRY_AGAIN:
+        if is_held and error.code() in (grpc.StatusCode.UNAVAILABLE, *_TRY_AGAIN):
             raise _HeldInVain from None
         raise
     finally:
@@ -285,7 +286,7 @@ def _retry_after(error: grpc.aio.AioRpcError) -> int:
     for key, value in error.trailing_metadata() or ():
         if key == "retry-after":
             try:
-                return max(1, round(float(value)))
+                return max(1, math.ceil(float(value)))
             except ValueError:
                 break
     return 1

@@ -34,6 +34,7 @@ class Cluster:
     model: str
     events: "queue.Queue[dict[str, object]]" = field(default_factory=queue.Queue)
     pids: dict[str, int] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)  # of what the harness itself asks
 
     def wait_event(self, name: str, timeout: float) -> dict[str, object]:
         """The next event of that name; fails with the log's tail."""
@@ -55,7 +56,7 @@ class Cluster:
         """Sum over the samples of that name whose labels match."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = httpx.get(self.url + "/metrics", timeout=10).text
+        text = httpx.get(self.url + "/metrics", headers=self.headers, timeout=10).text
         total = 0.0
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -80,7 +81,9 @@ class Cluster:
             time.sleep(0.1)
 
 
-def start_cluster(directory: Path, *args: str, model: str = "smollm2", env: dict[str, str] | None = None) -> Cluster:
+def start_cluster(
+    directory: Path, *args: str, model: str = "smollm2", env: dict[str, str] | None = None, api_key: str = ""
+) -> Cluster:
     """Starts `tandem up --json` with `args` and waits until it is ready."""
     directory.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -93,6 +96,8 @@ def start_cluster(directory: Path, *args: str, model: str = "smollm2", env: dict
         env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
     )
     cluster = Cluster(process, f"http://127.0.0.1:{port}", log, model)
+    if api_key:
+        cluster.headers["authorization"] = f"Bearer {api_key}"
 
     def read() -> None:
         assert process.stdout is not None
@@ -109,7 +114,7 @@ def start_cluster(directory: Path, *args: str, model: str = "smollm2", env: dict
     except BaseException:
         stop_cluster(cluster)
         raise
-    models = httpx.get(cluster.url + "/v1/models", timeout=10).json()
+    models = httpx.get(cluster.url + "/v1/models", headers=cluster.headers, timeout=10).json()
     cluster.model = models["data"][0]["id"]
     return cluster
 

@@ -1,0 +1,138 @@
+"""A cluster that is full: tenants share it, priorities count, too many hear 429, and nothing is left over."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
+
+FLOOD, QUIET = "the key of one that floods", "the key of another"
+KV_BLOCKS = 56  # 896 tokens: for two requests at once
+PROMPT, OUTPUT = 150, 250  # tokens
+MAX_QUEUE = 16
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("queue")
+    running = start_cluster(
+        folder,
+        *("--prefill", "1", "--decode", "1", "--threads", "1", "--dummy-seed", "1", "--fetch-tokens", "0"),
+        *("--decode-setting", f"kv_blocks={KV_BLOCKS}", "--max-model-len", "640", "--max-queue", str(MAX_QUEUE)),
+        model=str(tiny_model(folder / "tiny")),
+        env={"TANDEM_API_KEYS": f"{FLOOD},{QUIET}"},
+        api_key=QUIET,
+    )
+    yield running
+    stop_cluster(running)
+
+
+class Clients:
+    """Requests under way, each on a thread; in which order answers were complete, and what was refused."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(64)
+        self._sent = 0
+        self.answered: list[str] = []
+        self.refused: list[httpx.Response] = []
+        self.ids: dict[str, str] = {}
+
+    def send(self, name: str, key: str = FLOOD, priority: int = 0) -> None:
+        """Asks a prompt of its own."""
+        self._sent += 1
+        self._pool.submit(self._ask, name, key, priority, 1000 + self._sent)
+
+    def _ask(self, name: str, key: str, priority: int, first: int) -> None:
+        body = {"model": self._cluster.model, "prompt": [first, *range(500, 499 + PROMPT)], "max_tokens": OUTPUT}
+        body |= {"ignore_eos": True, "priority": priority}
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{self._cluster.url}/v1/completions", json=body, headers=headers, timeout=120)
+        with self._lock:
+            if answer.status_code == 200:
+                self.answered.append(name)
+                self.ids[name] = answer.json()["id"]
+            else:
+                self.refused.append(answer)
+
+    def flood(self) -> None:
+        """As many as fill the cluster and its queue, so that some are refused."""
+        held = self._cluster.metric("tandem_router_queue_requests")
+        assert held == 0
+        while held < MAX_QUEUE - 4:
+            self.send("flood")
+            time.sleep(0.02)
+            held = self._cluster.metric("tandem_router_queue_requests")
+
+    def wait(self) -> None:
+        """Until all have an answer."""
+        self._pool.shutdown(wait=True)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def nothing_is_left(cluster: Cluster) -> None:
+    cluster.wait_idle(20)
+    eventually(lambda: cluster.metric("tandem_router_reservations") == 0)
+    assert cluster.metric("tandem_router_queue_requests") == cluster.metric("tandem_router_queue_tokens") == 0
+
+
+def test_a_tenant_that_floods_does_not_keep_another_waiting(cluster: Cluster) -> None:
+    clients = Clients(cluster)
+    clients.flood()
+    clients.send("other", QUIET)
+    clients.send("urgent", FLOOD, -1)
+    clients.wait()
+    assert not clients.refused
+    behind = clients.answered[clients.answered.index("other") :].count("flood")
+    assert behind >= MAX_QUEUE - 6  # most of those that waited before it came
+    assert clients.answered[clients.answered.index("urgent") :].count("flood") >= behind - 3
+    explained = subprocess.run(
+        [sys.executable, "-m", "services.cli", "router", "explain", clients.ids["other"], "--url", cluster.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "in the queue" in explained.stdout, explained
+    assert cluster.metric("tandem_router_queue_seconds_count", priority="high") == 1
+    nothing_is_left(cluster)
+
+
+def test_too_many_hear_when_to_come_back(cluster: Cluster) -> None:
+    clients = Clients(cluster)
+    for _ in range(40):
+        clients.send("flood")
+    clients.wait()
+    assert len(clients.answered) >= MAX_QUEUE and clients.refused
+    for answer in clients.refused:
+        assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) < 300
+        assert answer.json()["error"]["code"] == "overloaded"
+    assert cluster.metric("tandem_router_shed_total", reason="queue full") == len(clients.refused)
+    nothing_is_left(cluster)
+
+
+def test_clients_that_leave_leave_the_queue(cluster: Cluster) -> None:
+    clients = Clients(cluster)
+    clients.flood()
+    body = {"model": cluster.model, "prompt": [7, *range(500, 499 + PROMPT)], "max_tokens": OUTPUT, "priority": 5}
+    for stream in (False, True):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{cluster.url}/v1/completions", json=body | {"stream": stream}, headers=cluster.headers, timeout=0.3
+            )
+    clients.wait()
+    assert set(clients.answered) == {"flood"}
+    assert cluster.metric("tandem_router_queue_seconds_count", priority="low") == 0  # they never got a turn
+    nothing_is_left(cluster)
