@@ -29,6 +29,7 @@ WORKER = np.dtype(
         ("model", "i4"),  # a number for each model
         ("layout", "i4"),  # a number for each layout of blocks
         ("block_size", "i4"),  # tokens
+        ("taken", "i8"),  # number of the latest decision that took it; 0: none has
         ("requests", "i4"),  # booked
         ("prefill_tokens", "f8"),  # booked: to be computed of prompts
         ("decode_tokens", "f8"),  # booked: whose KV is kept

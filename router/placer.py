@@ -59,7 +59,7 @@ class Placer:
         self._overlap = Overlap(overlap_weight, overlap_temperature)
         self._objectives = objectives
         self._rng = np.random.default_rng(seed)
-        self._turn = 0
+        self._decisions = 0
 
     def leave(self, worker: str) -> None:
         """Forgets a worker: its blocks, what was expected of it, its load."""
@@ -99,10 +99,11 @@ class Placer:
         """
         numbered = [(self.fleet.layout(layout), hashes) for layout, hashes in chains]
         snapshot = self._snapshot(ask, numbered, excluded, now)
-        draw = Draw(self._turn, self._rng, self._overlap, self._objectives)
-        self._turn += 1
+        draw = Draw(self._rng, self._overlap, self._objectives)
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
         source = source_for(decision.computing, snapshot)
+        self._decisions += 1
+        self.fleet.table["taken"][[decision.decode, decision.computing]] = self._decisions
         self.health.sent(key, decision.decode, decision.prefill, now)
         self._book(key, ask, snapshot, decision, source, now=now, lease=lease)
         self._expect({decision.decode, decision.computing}, numbered, now)

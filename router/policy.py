@@ -76,8 +76,8 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     """The decode worker, and the prefill worker unless the decode worker does it itself. Raises NoWorker.
 
     The decode worker computes the prompt itself when it is an aggregated worker, when there is no prefill worker, when
-    that was asked for, when no more than `local_prefill_tokens` are missing there, or when more are but that is
-    predicted to be far better (never if it is 0).
+    that was asked for, or when no more than `local_prefill_tokens` are missing there. By the policy `prefix`, unless
+    that limit is 0, it does so as well when that is predicted to be far better.
     """
     prefilling = None if ask.local_prefill_only else _choose("prefills", ask, snapshot, policy, draw)
     decoding = _choose("decodes", ask, snapshot, policy, draw._replace(elsewhere=_elsewhere(ask, prefilling, draw)))
@@ -101,7 +101,11 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
         reason = f"{chosen}; no prefill worker is ready, or all that are fail"
         return _decided(ask, Way.ALONE, reason, decoding)
     elsewhere = _elsewhere(ask, prefilling, draw)
-    if local_prefill_tokens and decode_costs(ask, decoding.workers, draw.objectives, elsewhere).local[0]:
+    if (
+        policy == "prefix"
+        and local_prefill_tokens
+        and decode_costs(ask, decoding.workers, draw.objectives, elsewhere).local[0]
+    ):
         reason = f"{chosen}; the best prefill worker would need {elsewhere.ttft:.3g} s"
         return _decided(ask, Way.SOONER, reason, decoding)
     reason = f"{chosen}, {snapshot.cached_blocks[prefilling.winner]} on the prefill worker"

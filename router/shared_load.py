@@ -95,6 +95,10 @@ class SharedLoad:
             self._released.append((key, report))
             self._remember(key)
 
+    def __len__(self) -> int:
+        """Other replicas."""
+        return len(self._peers)
+
     @property
     def news(self) -> bool:
         """Whether there is anything to tell that should not wait for the next beat."""

@@ -8,7 +8,7 @@ to be fetched from another worker is moved before the prompt is computed.
 
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,14 +73,18 @@ class Cluster:
         told = Told(self._events, self._reserved, self._first_token, self._job_ended)
         self.workers = [MockWorker(number, role, settings, self.clock, told) for number, role in enumerate(roles)]
         self.replicas: list[Replica] = []
+        self._oracle: Oracle | None = None
         if policy == ORACLE:
-            self._choosers: list[Chooser] = [Oracle(self.workers, settings)]
+            self._oracle = Oracle(self.workers, trace.demands, settings)
+            self._choosers: list[Chooser] = [self._oracle]
         else:
             self.replicas = [
                 Replica(number, policy, roles, settings, settings.seed * 1000 + number)
                 for number in range(settings.routers)
             ]
             self._choosers = list(self.replicas)
+        self._done: set[int] = set()
+        self._followers = defaultdict[int, list[int]](list)  # wait for the answer of a request
         self._flight_of: dict[Job, Flight] = {}
         self._sequences = [0] * len(roles)  # of each worker's messages
         self._kept = [deque[KvEventBatch](maxlen=_KEPT) for _ in roles]
@@ -93,7 +97,7 @@ class Cluster:
     def run(self, progress: Callable[[], None] = lambda: None) -> None:
         """The whole trace. `progress` is called for each request that ended."""
         self._progress = progress
-        self.clock.at(self._starts[0], self._come, 0)
+        self.clock.at(self._starts[0], self._due, 0)
         if self.replicas:
             self.clock.at(0.0, self._tell_loads)
             self.clock.at(0.0, self._tick)
@@ -101,9 +105,16 @@ class Cluster:
 
     # A request
 
-    def _come(self, number: int) -> None:
+    def _due(self, number: int) -> None:
         if number + 1 < len(self._starts):
-            self.clock.at(self._starts[number + 1], self._come, number + 1)
+            self.clock.at(self._starts[number + 1], self._due, number + 1)
+        follows = self._trace.demands[number].follows
+        if follows is None or follows in self._done:
+            self._come(number)
+        else:
+            self._followers[follows].append(number)
+
+    def _come(self, number: int) -> None:
         demand, chooser = self._trace.demands[number], self._rng.choice(self._choosers)
         began = time.thread_time()
         placement = chooser.place(number, demand, self.clock.now)
@@ -174,6 +185,9 @@ class Cluster:
         flight.chooser.release(flight.number, Measured(ttft, flight.demand.output_tokens, decode_seconds))
         self._share(flight.chooser)
         self.ended += 1
+        self._done.add(flight.number)
+        for follower in self._followers.pop(flight.number, ()):
+            self._come(follower)
         self._progress()
 
     def _job(self, flight: Flight, hold: bool = False) -> Job:
@@ -192,7 +206,8 @@ class Cluster:
     # What routers are told
 
     def _events(self, worker: MockWorker, events: list[KvEvent]) -> None:
-        if not self.replicas:
+        if self._oracle is not None:
+            self._oracle.hear(events)
             return
         self._sequences[worker.number] += 1
         batch = KvEventBatch("", self._sequences[worker.number], events)

@@ -1,11 +1,12 @@
 """What a router could do that sees every cache and queue as they are: the placement that delays first tokens least.
 
-That is this request's time to its first token and what its prompt adds to that of others that wait behind it. It is
-greedy, looks one request ahead, and knows nothing of what comes later: no bound, but what perfect knowledge of the
-present is worth. It costs a loop over all workers and is no policy.
+That is this request's time to its first token, what its prompt adds to that of others that wait behind it, and the time
+to compute again what its blocks evict, if that is asked for later and no other worker holds it: the one thing that it
+knows of the future. It is greedy: no bound, but far more than any router can know. It costs a loop over all workers and
+is no policy.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from bench.replay.job import BLOCK_SIZE, Job
@@ -13,6 +14,7 @@ from bench.replay.replica import Placement
 from bench.replay.settings import Settings
 from bench.replay.traces import Demand
 from bench.replay.worker import MockWorker
+from engine.request import BlockRemoved, BlockStored, KvEvent
 from engine.sequence import State
 from router.fit import Measured
 
@@ -29,15 +31,19 @@ class _Sent:
 class Oracle:
     """Places by seconds added to first tokens; of equals by load, then by work done so far."""
 
-    def __init__(self, workers: list[MockWorker], settings: Settings) -> None:
+    def __init__(self, workers: list[MockWorker], demands: list[Demand], settings: Settings) -> None:
         self._settings = settings
+        self._uses = Counter(each for demand in demands for each in _cacheable(demand))  # that are still to come
+        self._copies = Counter[bytes]()
+        self._block_seconds = settings.timing.prompt_token * BLOCK_SIZE
         self._sent: defaultdict[int, list[_Sent]] = defaultdict(list)
         self._prefilling = [worker for worker in workers if worker.role != "decode"]
         self._decoding = [worker for worker in workers if worker.role != "prefill"]
 
     def place(self, number: int, demand: Demand, now: float) -> Placement:
         """The best worker for the prompt, and for the answer the one with the most room."""
-        hashes = demand.hashes[: (demand.prompt_tokens - 1) // BLOCK_SIZE]
+        hashes = _cacheable(demand)
+        self._uses.subtract(hashes)
         cached = [worker.pool.match(hashes) for worker in self._prefilling]
         longest = max(cached)
         source = self._prefilling[cached.index(longest)]
@@ -50,8 +56,9 @@ class Oracle:
             if self._settings.fetch_tokens and fetched >= self._settings.fetch_tokens:
                 moved = max(0.0, source.link_free_at - now) + self._settings.timing.transfer(fetched)
                 options.append((self._delay(worker, demand, hashes, longest, now), moved, source.number))
+            lost = self._lost(worker, -(-(demand.prompt_tokens + demand.output_tokens) // BLOCK_SIZE) - blocks)
             for delay, moved, where in options:
-                rank = (round(delay + moved, 4), _held(worker), worker.computed_tokens)
+                rank = (round(delay + moved + lost, 4), _held(worker), worker.computed_tokens)
                 if best is None or rank < best[0]:
                     best = rank, worker, where, moved, longest if where is not None else blocks
         assert best is not None
@@ -66,6 +73,21 @@ class Oracle:
 
     def release(self, number: int, measured: Measured) -> None:
         """Nothing is booked."""
+
+    def hear(self, events: list[KvEvent]) -> None:
+        """What a worker stored or removed, at once."""
+        for event in events:
+            match event:
+                case BlockStored(hashes):
+                    self._copies.update(hashes)
+                case BlockRemoved(hashes):
+                    self._copies.subtract(hashes)
+
+    def _lost(self, worker: MockWorker, blocks: int) -> float:
+        """Seconds to compute again what so many new blocks evict there, for those who wait there now, too."""
+        evicted = worker.pool.next_evicted(blocks)
+        again = sum(self._uses[each] > 0 and self._copies[each] < 2 for each in evicted)
+        return again * self._block_seconds * (1 + len(worker.prompts) + len(worker.waiting))
 
     def _delay(self, worker: MockWorker, demand: Demand, hashes: list[bytes], cached: int, now: float) -> float:
         """Seconds until its first token, and those that others get theirs later, if nobody else comes."""
@@ -90,6 +112,11 @@ class Oracle:
         seconds = timing.mixed(tokens, products, 0, 0.0) + steps * decodes + behind * alone
         seconds += max(0.0, worker.step_ends - now)
         return seconds + _wait_for_free(worker, needed) * (timing.step + decodes)
+
+
+def _cacheable(demand: Demand) -> list[bytes]:
+    """Hashes of what may be found of a prompt."""
+    return demand.hashes[: (demand.prompt_tokens - 1) // BLOCK_SIZE]
 
 
 def _left(job: Job) -> int:

@@ -1,7 +1,9 @@
 """What is replayed: requests with times, lengths and the chained hashes of their blocks.
 
 A trace is a file in Mooncake's format, or generated: `tool_agent`. Times of a trace without a fine clock are spread
-over its ticks (`bench.workloads.trace_time`).
+over its ticks (`bench.workloads.trace_time`). A prompt that begins with all full blocks of an earlier one, and has
+room for its answer, goes on with that conversation: however fast the trace is replayed, it is not sent before the
+earlier one is answered.
 """
 
 import os
@@ -19,16 +21,21 @@ from bench.workloads.mooncake import TraceRequest, read_mooncake
 from bench.workloads.trace_time import schedule
 
 TRACES_VARIABLE = "TANDEM_TRACES"
+_OWN_BLOCKS = 2  # a shorter prompt is a common beginning and no conversation to go on with
 GENERATED = {"tool_agent": tool_agent}
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One request. `hashes`: of the full blocks of prompt and answer; a prompt's are the first of them."""
+    """One request. `hashes`: of the full blocks of prompt and answer; a prompt's are the first of them.
+
+    `follows`: place of the request whose answer comes before; None: it begins a conversation.
+    """
 
     prompt_tokens: int
     output_tokens: int
     hashes: list[bytes]
+    follows: int | None = None
 
     @property
     def prompt_hashes(self) -> list[bytes]:
@@ -105,6 +112,8 @@ class _Chains:
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}
         self._count = 0
+        self._demands = 0
+        self._ends: dict[bytes, tuple[int, int]] = {}  # last full block of a prompt: request, tokens with its answer
 
     def demand(self, request: TraceRequest) -> Demand:
         """Blocks whose ids the trace does not tell, those of most answers, are nobody else's."""
@@ -120,7 +129,19 @@ class _Chains:
         while len(hashes) < blocks:
             self._count += 1
             hashes.append(self._count.to_bytes(16, "little"))
-        return Demand(request.input_length, output_tokens, hashes)
+        prompt = hashes[: request.input_length // BLOCK_SIZE]
+        follows = self._before(request.input_length, prompt)
+        if len(prompt) >= _OWN_BLOCKS:
+            self._ends[prompt[-1]] = self._demands, request.input_length + output_tokens
+        self._demands += 1
+        return Demand(request.input_length, output_tokens, hashes, follows)
+
+    def _before(self, tokens: int, prompt: list[bytes]) -> int | None:
+        """The request that this one goes on with. Of those that begin alike only one can be."""
+        found = next((each for each in reversed(prompt) if each in self._ends), None)
+        if found is None or self._ends[found][1] > tokens:
+            return None
+        return self._ends.pop(found)[0]
 
     def _child(self, node: int, hash_id: int) -> int:
         child = self._nodes.get((node, hash_id))

@@ -9,6 +9,7 @@ of them. Answers take a block at a time, and when there is none the weakest clai
 
 import bisect
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,15 @@ from engine.block_pool import BlockPool
 from engine.prompt_order import WINDOW, PromptOrder
 from engine.request import KvEvent
 from engine.sequence import State
+
+
+class Pool(BlockPool):
+    """The engine's, that tells what it would forget."""
+
+    def next_evicted(self, count: int) -> list[bytes]:
+        """Hashes of the blocks that would be handed out next."""
+        found = (self._hash_of[block] for block in itertools.islice(self._free, max(0, count)))
+        return [block_hash for block_hash in found if block_hash is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +49,7 @@ class MockWorker:
     def __init__(self, number: int, role: str, settings: Settings, clock: Clock, told: Told) -> None:
         self.number = number
         self.role = role
-        self.pool = BlockPool(settings.pool_blocks)
+        self.pool = Pool(settings.pool_blocks)
         self.prefill_rate = Rate()
         self.fetch_rate = Rate()
         self.computed_tokens = 0  # of prompts, in all

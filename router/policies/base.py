@@ -18,9 +18,8 @@ class Overlap(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What else may decide: how many decisions were made before, chance, and settings."""
+    """What else may decide: chance, and settings."""
 
-    turn: int
     rng: np.random.Generator
     overlap: Overlap = Overlap()
     objectives: Objectives = Objectives()

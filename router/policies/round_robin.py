@@ -1,4 +1,7 @@
-"""One worker after the other, in the order of the fleet's table."""
+"""One worker after the other: whoever has waited longest for a request.
+
+Workers that come, go or are left out for a while do not upset the order, nor do requests that only some may take.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +11,5 @@ from router.snapshot import Ask, Snapshot
 
 
 def round_robin(ask: Ask, workers: Snapshot, draw: Draw) -> NDArray[np.float64]:
-    """How many turns a worker has to wait."""
-    count = len(workers.table)
-    return ((np.arange(count) - draw.turn) % count).astype(np.float64)
+    """The number of the decision that took a worker last."""
+    return workers.table["taken"].astype(np.float64)

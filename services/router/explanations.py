@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ class Explanations:
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self._ring: deque[_Entry] = deque(maxlen=_PLACEMENTS)
+        self._reuse: OrderedDict[str, tuple[int, int]] = OrderedDict()  # predicted and found, of attempts that ended
 
     def add(
         self,
@@ -61,6 +62,12 @@ class Explanations:
             )
         )
 
+    def ended(self, request: router_pb2.ReleaseRequest, predicted: int) -> None:
+        """An attempt has ended; so many cached tokens had been predicted."""
+        self._reuse[attempt_name(request.request_id, request.attempt)] = predicted, request.cached_tokens
+        if len(self._reuse) > _PLACEMENTS:
+            self._reuse.popitem(last=False)
+
     def of(self, request: str) -> router_pb2.ExplainReply:
         """Those of a request, oldest first; the latest one if none is named."""
         entries = [entry for entry in self._ring if is_named(request, entry.attempt)] if request else self._latest()
@@ -70,6 +77,7 @@ class Explanations:
         return list(self._ring)[-1:]
 
     def _explained(self, entry: _Entry) -> router_pb2.Explanation:
+        predicted, found = self._reuse.get(entry.attempt, (None, None))
         return router_pb2.Explanation(
             attempt=entry.attempt,
             seconds_ago=time.monotonic() - entry.at,
@@ -82,6 +90,8 @@ class Explanations:
             source=entry.source,
             rankings=[_ranking(choice, names) for choice, names in entry.choices],
             left_out=entry.left_out,
+            predicted_tokens=predicted,
+            found_tokens=found,
         )
 
 

@@ -19,7 +19,6 @@ from router.placer import Placed, Placer
 from router.policies import session_key
 from router.policy import NoWorker, Way
 from router.reservations import Reservation
-from router.self_check import Mode, ReuseCheck, is_alarm, judge
 from router.shared_load import SharedLoad
 from router.snapshot import Ask
 from services.config import RouterConfig
@@ -27,7 +26,8 @@ from services.process import new_incarnation
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
 from services.router.line import Line, Released
-from services.router.metrics import OVERLAPS, RouterMetrics
+from services.router.metrics import RouterMetrics
+from services.router.reuse_watch import ReuseWatch
 from services.router.watchers import Watchers, hashes_alike
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
 from services.security import ClusterKey
@@ -61,11 +61,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
         self._watchers = Watchers(self._placer, key, self.metrics)
-        self._check = ReuseCheck()
-        self._mode, self._why = Mode.PREFIX, ""
+        self._reuse = ReuseWatch(config.policy, self._watchers, self.metrics)
         self._line = Line(self._placer, config.max_queue, self.metrics)
         self._explanations = Explanations(config.policy)
-        self._policy = config.policy
         self._say_alone_at = 0.0
         self.incarnation = new_incarnation()
         self.shared = SharedLoad(self.incarnation, self._placer)
@@ -186,6 +184,16 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """What is remembered of a request's placements."""
         return self._explanations.of(request.request)
 
+    async def Status(
+        self, request: router_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_pb2.StatusReply:
+        """What is known, and whether that holds."""
+        now = time.monotonic()
+        status = self._reuse.status(now)
+        status.blocks, status.reservations = len(self._placer.index), len(self._placer.reservations)
+        status.routers, status.staleness_seconds = len(self.shared), self.shared.staleness(now)
+        return status
+
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.ReleaseReply:
@@ -208,21 +216,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._health.tick(now, connected=connected)
         self.shared.tick(now)
         self._watchers.tick(now)
-        self._check.tick(now)
-        states = self._watchers.states(now)
-        for state, count in states.items():
-            self.metrics.caches.labels(state).set(count)
-        self.metrics.precision.set(self._check.precision)
-        self.metrics.recall.set(self._check.recall)
-        followed = states["known"] + states["unknown"]  # the latter for some seconds only
-        mode, self._why = judge(self._policy, sum(states.values()), followed, self._check)
-        if mode is not self._mode and is_alarm(self._policy, mode):
-            log.warning("requests are routed by load alone", reason=self._why)
-        elif mode is not self._mode and self._why == "":
-            log.info("requests are routed by cached prefixes again")
-        self._mode = mode
-        for each in Mode:
-            self.metrics.mode.labels(each.value).set(each is mode)
+        self._reuse.tick(now)
 
     def _ended(self, request: router_pb2.ReleaseRequest, booked: Reservation | None, *, told_here: bool) -> None:
         """An attempt has ended. All routers learn from it; that which its gateway told counts it."""
@@ -234,11 +228,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if booked is None or not request.HasField("cached_tokens"):
             return
         predicted, found = booked.predicted_tokens, request.cached_tokens
-        self._check.observe(predicted, found, time.monotonic())
+        self._reuse.ended(predicted, found, time.monotonic())
         if told_here:
-            size = self._members[booked.decode].model.block_size
-            for kind, tokens in zip(OVERLAPS, (predicted, found, min(predicted, found)), strict=True):
-                self.metrics.overlap.labels(kind).inc(tokens / size)
+            self._reuse.count(predicted, found, self._members[booked.decode].model.block_size)
+            self._explanations.ended(request, predicted)
 
     def _learn(self, request: router_pb2.ReleaseRequest, booked: Reservation, *, told_here: bool) -> float | None:
         """Compares predictions with what came of them; actual through predicted seconds to the first token."""

@@ -135,7 +135,7 @@ class ExplainReply(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out", "held_seconds", "ttft_seconds", "tpot_seconds")
+    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out", "held_seconds", "predicted_tokens", "found_tokens", "ttft_seconds", "tpot_seconds")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,8 @@ class Explanation(_message.Message):
     RANKINGS_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     attempt: str
@@ -156,9 +158,11 @@ class Explanation(_message.Message):
     rankings: _containers.RepeatedCompositeFieldContainer[Ranking]
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
     held_seconds: float
+    predicted_tokens: int
+    found_tokens: int
     ttft_seconds: float
     tpot_seconds: float
-    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., held_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., held_seconds: _Optional[float] = ..., predicted_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("name", "reason")
@@ -199,3 +203,38 @@ class RankedWorker(_message.Message):
     requests: int
     waiting_for_blocks: int
     def __init__(self, name: _Optional[str] = ..., cost: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., fetchable_tokens: _Optional[int] = ..., queued_tokens: _Optional[float] = ..., kept_tokens: _Optional[float] = ..., requests: _Optional[int] = ..., waiting_for_blocks: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("policy", "mode", "reason", "precision", "recall", "caches", "blocks", "reservations", "routers", "staleness_seconds")
+    class CachesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    RECALL_FIELD_NUMBER: _ClassVar[int]
+    CACHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    mode: str
+    reason: str
+    precision: float
+    recall: float
+    caches: _containers.ScalarMap[str, int]
+    blocks: int
+    reservations: int
+    routers: int
+    staleness_seconds: float
+    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., reason: _Optional[str] = ..., precision: _Optional[float] = ..., recall: _Optional[float] = ..., caches: _Optional[_Mapping[str, int]] = ..., blocks: _Optional[int] = ..., reservations: _Optional[int] = ..., routers: _Optional[int] = ..., staleness_seconds: _Optional[float] = ...) -> None: ...

@@ -50,6 +50,11 @@ class RouterStub:
                 request_serializer=services_dot_rpc_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_router__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Status = channel.unary_unary(
+                '/tandem.v1.Router/Status',
+                request_serializer=services_dot_rpc_dot_router__pb2.StatusRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_router__pb2.StatusReply.FromString,
+                _registered_method=True)
 
 
 class RouterServicer:
@@ -79,6 +84,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Status(self, request, context):
+        """What the router knows, and whether that holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +108,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=services_dot_rpc_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=services_dot_rpc_dot_router__pb2.ExplainReply.SerializeToString,
+            ),
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=services_dot_rpc_dot_router__pb2.StatusRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_router__pb2.StatusReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +197,33 @@ class Router:
             '/tandem.v1.Router/Explain',
             services_dot_rpc_dot_router__pb2.ExplainRequest.SerializeToString,
             services_dot_rpc_dot_router__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Router/Status',
+            services_dot_rpc_dot_router__pb2.StatusRequest.SerializeToString,
+            services_dot_rpc_dot_router__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -314,6 +314,18 @@ def test_generated_agents_share_what_they_said_before() -> None:
         assert len(one.hashes) == (one.prompt_tokens + one.output_tokens) // BLOCK_SIZE
 
 
+def test_a_turn_waits_for_the_answer_before_it(tmp_path: Path) -> None:
+    lines = [(0, 1600, 900, [1, 2, 3, 4]), (10, 2600, 5, [1, 2, 3, 5, 6, 7]), (20, 1650, 5, [1, 2, 3, 8])]
+    names = ("timestamp", "input_length", "output_length", "hash_ids")
+    file = tmp_path / "turns.jsonl"
+    file.write_text("".join(json.dumps(dict(zip(names, line, strict=True))) + "\n" for line in lines))
+    trace = load_trace(str(file), None, limit=0, seed=0)
+    assert [demand.follows for demand in trace.demands] == [None, 0, None]
+    flights = {flight.number: flight for flight in run(trace).flights}
+    assert flights[1].came_at > flights[0].ended_at > flights[2].came_at
+    assert flights[1].cached_tokens == 3 * BLOCK_SIZE
+
+
 def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="--folder"):
         load_trace("nothing_of_that_name", None, limit=0, seed=0)

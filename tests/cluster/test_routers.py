@@ -1,6 +1,7 @@
 """Several routers in a real cluster: they share the load of requests over HTTP, and die under them."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -100,6 +101,11 @@ class Streams:
         self._stack.close()
 
 
+def router_command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.cli", "router", *arguments, "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
 def kill_router(cluster: Cluster, name: str) -> None:
     """SIGKILL; the supervisor starts another one."""
     os.kill(cluster.pids[name], signal.SIGKILL)
@@ -118,6 +124,20 @@ def test_both_place_and_both_know_the_load_of_both(two: Cluster) -> None:
     for name in names:  # their ends reach both, too
         wait_for(two, "tandem_router_reservations", 0, worker=name)
         assert 0 < two.metric("tandem_router_staleness_seconds", worker=name) < 5
+
+
+def test_both_say_how_they_are(two: Cluster) -> None:
+    for _ in range(2):
+        ask(two, 50)
+    told = json.loads(router_command(two, "status", "--json").stdout)
+    assert [each["name"] for each in told] == ["router", "router-1"]
+    for each in told:
+        assert (each["policy"], each["mode"], each["reason"], each["routers"]) == ("prefix", "prefix", "", 1)
+        assert each["caches"]["known"] == 2 and int(each["blocks"]) > 0 and each["staleness_seconds"] < 5
+    shown = router_command(two, "status")
+    assert shown.returncode == 0 and "router-1" in shown.stdout and "2 known" in shown.stdout
+    (latest,) = json.loads(router_command(two, "explain", "--json").stdout)
+    assert latest["predicted_tokens"] == latest["found_tokens"] == 128
 
 
 def test_a_prefix_that_one_has_routed_attracts_at_the_other(two: Cluster) -> None:

@@ -1,5 +1,8 @@
 """The router's view as a whole: workers that come, go and come back in rows of others."""
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -65,6 +68,25 @@ def test_excluded_workers_get_nothing_and_stay_ready() -> None:
     with pytest.raises(NoWorker):
         place(placer, "y", "a", "b")
     assert placer.fleet.table["ready"].sum() == 2
+
+
+def test_turns_are_taken_whatever_is_asked_for_in_between() -> None:
+    """Of two kinds of requests that alternate neither keeps to every other worker; who is new or back gets its turn."""
+    placer = made("a", "b", policy="round_robin")
+    for name in ("p", "q"):
+        placer.fleet.set(join(placer, name), decodes=False, aggregated=False, prefills=True)
+    for name in ("a", "b"):
+        placer.fleet.set(join(placer, name), aggregated=False)
+    for asks in ((ASK, replace(ASK, local_prefill_only=True)), (ASK,)):
+        taken = Counter[int | None]()
+        for number in range(24):
+            ask = asks[number % len(asks)]
+            decision = placer.place((f"{number}", 0), ask, [], (), now=0.0, lease=9.0).decision
+            taken.update((decision.decode, decision.prefill))
+        assert taken[0] == taken[1] == 12 and taken[2] == taken[3] == 12 / len(asks)
+    assert [place(placer, f"x{number}", "a").decision.decode for number in range(3)] == [1, 1, 1]
+    row = join(placer, "new")
+    assert {place(placer, f"y{number}").decision.decode for number in range(2)} == {row, 0}
 
 
 @pytest.mark.parametrize("policy", ["prefix", "random", "two_choices", "least_outstanding"])

@@ -21,11 +21,10 @@ def decide(
     ask: Ask = ASK,
     policy: str = "prefix",
     local: int = 32,
-    turn: int = 0,
     fetch: int = 0,
     objectives: Objectives = Objectives(),  # noqa: B008
 ) -> Decision:
-    draw = Draw(turn, np.random.default_rng(1), objectives=objectives)
+    draw = Draw(np.random.default_rng(1), objectives=objectives)
     workers_now = snapshot(*workers, ask=ask, fetch_tokens=fetch)
     return place(ask, workers_now, policy=policy, local_prefill_tokens=local, draw=draw)
 
@@ -160,15 +159,10 @@ def test_least_outstanding_does_not_look_at_the_cache() -> None:
     assert decided(*workers, policy="prefix")[0] == "d0"
 
 
-def test_round_robin_takes_turns() -> None:
-    workers = [worker(name) for name in ("d0", "d1", "d2")]
-    assert [decided(*workers, policy="round_robin", turn=turn)[0] for turn in range(6)] == ["d0", "d1", "d2"] * 2
-
-
 @pytest.mark.parametrize("policy", ["prefix", "least_outstanding", "random"])
 def test_equals_are_chosen_evenly(policy: str) -> None:
     """Chi-square of 4 equal workers, one generator for all decisions."""
-    draw = Draw(0, np.random.default_rng(7))
+    draw = Draw(np.random.default_rng(7))
     workers = snapshot(*(worker(f"d{number}") for number in range(4)))
     counts = Counter(place(ASK, workers, policy=policy, local_prefill_tokens=32, draw=draw).decode for _ in range(1000))
     assert sum((counts[row] - 250) ** 2 / 250 for row in range(4)) < 16.3  # p = 0.001 at 3 degrees of freedom
@@ -189,16 +183,16 @@ WORKERS = st.lists(
 )
 
 
-@given(WORKERS, st.sampled_from(list(POLICIES)), st.integers(1, 2000), st.booleans(), st.integers(0, 9))
-def test_what_holds_for_every_decision(workers: list[Any], policy: str, tokens: int, local: bool, turn: int) -> None:
+@given(WORKERS, st.sampled_from(list(POLICIES)), st.integers(1, 2000), st.booleans())
+def test_what_holds_for_every_decision(workers: list[Any], policy: str, tokens: int, local: bool) -> None:
     ask = Ask(tokens, 10, local)
     able = [row for row, _, _ in workers if row["ready"] and not row["prefills"]]
     if not able:
         with pytest.raises(NoWorker):
-            decide(*workers, ask=ask, policy=policy, turn=turn)
+            decide(*workers, ask=ask, policy=policy)
         return
-    decision = decide(*workers, ask=ask, policy=policy, turn=turn)
-    assert decide(*workers, ask=ask, policy=policy, turn=turn) == decision  # nothing else decides
+    decision = decide(*workers, ask=ask, policy=policy)
+    assert decide(*workers, ask=ask, policy=policy) == decision  # nothing else decides
     decode = workers[decision.decode][0]
     assert decode["ready"] and decode["decodes"]
     if decision.prefill is not None:
@@ -213,7 +207,7 @@ def test_one_token_is_always_left_to_compute() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_decision_remembers_its_best_candidates(policy: str) -> None:
     workers = [worker(f"d{number}", decode=100 * number) for number in range(12)] + [worker("p", "prefill")]
-    decision = decide(*workers, policy=policy, turn=5)
+    decision = decide(*workers, policy=policy)
     decoding, prefilling = decision.choices
     assert (decoding.role, decoding.candidates, prefilling.role, prefilling.candidates) == (
         "decodes",
