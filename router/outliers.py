@@ -12,7 +12,8 @@ from router.fleet import Fleet
 _MEMORY = 60.0  # seconds in which what is known of a worker fades to 1 / e
 _ENOUGH = 8.0  # attempts of a worker, and of its peers together, before it is judged
 _SHARE, _TIMES_SHARE = 0.2, 5.0  # attempts that failed: at least so many, and so many times the peers' share
-_TIMES_LATE = 3.0  # actual against predicted seconds to the first token: so many times the peers' median
+_TIMED = 16.0  # attempts of a worker whose times are compared, and of at least one peer
+_TIMES_LATE = 4.0  # actual against predicted seconds to the first token: so many times the peers' median
 _OUT, _LONGEST_OUT = 30.0, 300.0  # seconds; doubled each time
 _MOST_OUT = 0.5  # of a role's workers
 _SEEN = np.dtype(
@@ -33,7 +34,7 @@ class Outliers:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._seen: NDArray[np.void] = np.zeros(len(fleet.table), _SEEN)
-        self._faded_at = 0.0
+        self._faded_at: float | None = None
 
     def ended(self, row: int, *, failed: bool) -> None:
         """An attempt ended at a worker."""
@@ -94,7 +95,7 @@ class Outliers:
 
     def _lateness(self, members: NDArray[np.bool_]) -> NDArray[np.float64]:
         """How many times as late as its peers a worker is where it is an outlier, else 0, `[n]`."""
-        timed = members & (self._seen["timed"] >= _ENOUGH)
+        timed = members & (self._seen["timed"] >= _TIMED)
         late = np.zeros(len(timed))
         if timed.sum() > 1:
             mean = self._seen["lateness"][timed] / self._seen["timed"][timed]
@@ -113,7 +114,7 @@ class Outliers:
         seen["out_until"][row] = now + min(_OUT * 2.0 ** (times - 1), _LONGEST_OUT)
 
     def _fade(self, now: float) -> None:
-        factor = np.exp(-(now - self._faded_at) / _MEMORY)
+        factor = 1.0 if self._faded_at is None else np.exp(-(now - self._faded_at) / _MEMORY)
         for column in ("attempts", "faults", "timed", "lateness"):
             self._seen[column] *= factor
         self._faded_at = now

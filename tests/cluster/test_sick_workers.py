@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -118,6 +120,12 @@ async def left_out(cluster: Cluster) -> dict[str, str]:
     return {worker.name: worker.reason for worker in reply.placements[0].left_out}
 
 
+def explained(cluster: Cluster) -> str:
+    """What the command says of the latest placement."""
+    command = [sys.executable, "-m", "services.cli", "router", "explain", "--url", cluster.url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 async def test_prompts_that_are_too_long_open_nothing(pair: Cluster) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
         for _ in range(20):
@@ -141,6 +149,7 @@ async def test_decode_worker_that_fails_is_left_out_and_comes_back(pair: Cluster
         while not await shut_out():
             assert len(worker.submitted) <= FAULTS + 2  # where time passes, a probe may be among them
         assert len(worker.submitted) >= FAULTS
+        assert "not sick-decode: breaker" in await asyncio.to_thread(explained, pair)
         assert await metric(pair, "tandem_router_outcomes_total", outcome="worker_error") == len(worker.submitted)
         worker.is_healed = True
 

@@ -190,6 +190,13 @@ def test_worker_far_worse_than_its_peers_is_ejected_for_longer_each_time() -> No
     assert outs == [30.0, 60.0, 120.0]
 
 
+def test_what_came_before_the_first_look_counts() -> None:
+    setting = Setting("a0", "a1", "a2", "a3")
+    setting.now = 1e5
+    mixed(setting, {"a1": 0.3})
+    assert setting.wait(1.0) == [(setting.rows["a1"], "faults")]
+
+
 def test_a_fleet_that_is_sick_as_a_whole_has_no_outliers() -> None:
     setting = Setting("a0", "a1", "a2", "a3")
     mixed(setting, dict.fromkeys(setting.rows, 0.3))
@@ -227,7 +234,7 @@ def test_what_is_shut_already_counts_in_the_share() -> None:
 def test_prompts_that_take_far_longer_than_predicted_and_than_at_peers() -> None:
     setting = Setting("p0", "p1", "p2", "d0")
     for _ in range(20):
-        for name, late in (("p0", 1.5), ("p1", 6.0), ("p2", 1.2)):
+        for name, late in (("p0", 1.5), ("p1", 8.0), ("p2", 1.2)):
             setting.report("d0", Outcome.OK, name, late=late)
     assert setting.wait(1.0) == [(setting.rows["p1"], "lateness")]
 
