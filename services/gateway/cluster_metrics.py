@@ -41,13 +41,18 @@ class _Collected(Collector):
 
 
 async def cluster_metrics(state: ClusterState, placements: Placements) -> bytes:
-    """Prometheus text of all members that answer within a second."""
+    """Prometheus text of all members that answer within a second. Each has labels of its own, whatever its name."""
     members = sorted(state.members(), key=lambda member: (member.role, member.name, member.incarnation))
     texts = await asyncio.gather(*(_fetch(placements, member) for member in members))
     collected = _Collected()
-    for member, text in zip(members, texts, strict=True):
+    named: set[tuple[str, str]] = set()
+    # Those that answer first: of one name, one that is gone leaves it to its successor.
+    for member, text in sorted(zip(members, texts, strict=True), key=lambda pair: pair[1] is None):
         up = "" if text is None else text
-        labels = {"worker": member.name, "role": member.role}
+        is_taken = (member.role, member.name) in named
+        named.add((member.role, member.name))
+        name = f"{member.name}@{member.incarnation[:8]}" if is_taken else member.name
+        labels = {"worker": name, "role": member.role}
         try:
             collected.add(f"# TYPE tandem_member_up gauge\ntandem_member_up {int(text is not None)}\n{up}", labels)
         except ValueError as error:
