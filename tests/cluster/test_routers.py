@@ -42,8 +42,8 @@ def ask(cluster: Cluster, first: int, tokens: int = 4) -> httpx.Response:
     return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
 
 
-def wait_for(cluster: Cluster, name: str, value: float, **labels: str) -> None:
-    deadline = time.monotonic() + 20
+def wait_for(cluster: Cluster, name: str, value: float, seconds: float = 20.0, **labels: str) -> None:
+    deadline = time.monotonic() + seconds
     while cluster.metric(name, **labels) != value:
         assert time.monotonic() < deadline, f"{name} {labels} is {cluster.metric(name, **labels)}, not {value}"
         time.sleep(0.1)

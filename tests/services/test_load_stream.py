@@ -2,52 +2,17 @@
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import redis
 from router_cluster import Cluster, chain, cluster, eventually
+from store import Store
 from structlog.testing import capture_logs
 
-from services.embedded_state import find_server
 from services.router.load_stream import LoadStream
 from services.rpc import cluster_pb2, router_pb2
-
-
-class Store:
-    """A server at one port, without a password, that comes back empty."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.start()
-
-    def start(self) -> None:
-        command = [find_server(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        self._process = subprocess.Popen([*command, "--dir", tempfile.gettempdir()], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        with redis.Redis.from_url(self.url) as client:
-            while True:
-                try:
-                    client.ping()
-                    return
-                except redis.ConnectionError:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.02)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def empty(self) -> None:
-        with redis.Redis.from_url(self.url) as client:
-            client.flushall()
 
 
 @pytest.fixture
