@@ -35,3 +35,20 @@ async def test_prefill_worker_is_one_of_the_model_too() -> None:
         assert not (await made.place(model="m")).HasField("prefill")
         await made.join("q", "prefill")
         assert (await made.place(model="m")).prefill.incarnation == "q"
+
+
+@pytest.mark.parametrize("policy", ["prefix", "history", "two_choices", "least_outstanding", "round_robin", "random"])
+async def test_models_that_are_asked_for_in_turn_use_all_their_workers(policy: str) -> None:
+    async with cluster(policy=policy) as made:
+        for name in "abcd":
+            worker = await made.join(name, "aggregated")
+            worker.member.model.name = "m" if name in "ab" else "other"
+            made.service.on_change("updated", worker.member)
+        taken: dict[str, list[str]] = {"m": [], "other": []}
+        for number in range(40):
+            model = ("m", "other")[number % 2]
+            placement = await made.place(chain(f"{number}"), model=model)
+            taken[model].append(placement.decode.incarnation)
+        assert {model: set(workers) for model, workers in taken.items()} == {"m": {"a", "b"}, "other": {"c", "d"}}
+        if policy in ("least_outstanding", "round_robin"):
+            assert all(workers.count(name) == 10 for workers in taken.values() for name in set(workers))
