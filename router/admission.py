@@ -1,4 +1,4 @@
-"""Who may wait: a request that would not get its first token before its deadline is refused at once, with honest words.
+"""Who may wait: a request whose first token would miss its deadline, or the time that is the aim, is refused at once.
 
 How long the queue takes is predicted from the tokens before the request and the rate at which tokens have left the
 queue lately. In the beginning that is the rate at which the workers compute prompts.
@@ -24,6 +24,7 @@ class Shed(Enum):
 
     FULL = "queue full"
     LATE = "deadline"
+    SLOW = "slo"
 
 
 class Refused(Exception):
@@ -36,9 +37,13 @@ class Refused(Exception):
 
 
 class Admission(Generic[W]):
-    """The queue with its door: at most `max_requests` wait, and only those that will be served in time."""
+    """The queue with its door: at most `max_requests` wait, and only those that will be served in time.
 
-    def __init__(self, max_requests: int) -> None:
+    `slo_ttft`: seconds to the first token that are the aim; inf: none.
+    """
+
+    def __init__(self, max_requests: int, slo_ttft: float) -> None:
+        self._slo_ttft = slo_ttft
         self.queue: FairQueue[W] = FairQueue(max_requests, max_requests * _TOKENS)
         self._seconds = 0.0  # that somebody waited lately
         self._left = 0.0  # tokens that left the queue meanwhile
@@ -63,10 +68,12 @@ class Admission(Generic[W]):
             raise Refused(Shed.FULL, f"{len(self.queue)} requests wait already", max(ahead, waiting.tokens) / rate)
         able = computing(table)
         first_token = ((queued_tokens[able] + ask.prompt_tokens) / np.maximum(1.0, prefill_rates(table)[able])).min()
-        late = ahead / rate + float(first_token) - (waiting.deadline - now)
-        if late > 0:
-            message = f"its first token would come {late:.1f} s after its deadline"
-            raise Refused(Shed.LATE, message, late)
+        ttft = ahead / rate + float(first_token)
+        remaining = waiting.deadline - now
+        if ttft > min(remaining, self._slo_ttft):
+            why, allowed = (Shed.LATE, remaining) if ttft > remaining else (Shed.SLOW, self._slo_ttft)
+            message = f"its first token would come in {ttft:.1f} s, and has {allowed:.1f} s ({why.value})"
+            raise Refused(why, message, ttft - min(remaining, self._slo_ttft))
         self.queue.add(waiting)
 
     def take(self, waiting: W, now: float) -> None:

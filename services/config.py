@@ -53,7 +53,7 @@ class RouterConfig(ClusterConfig, kw_only=True):
     overlap_temperature: float = 0.0  # of the policy overlap: 0 takes the best, more draws among the better ones
     max_queue: int = 1024  # requests that wait until a worker has room; more get 429
     local_prefill_tokens: int = 32  # shorter uncached prompts are prefilled on the decode worker; 0: none is
-    slo_ttft: float = 0.0  # seconds to the first token that the policy prefix tries to keep to; 0: as few as possible
+    slo_ttft: float = 0.0  # seconds to the first token that are the aim; 0: as few as possible
     slo_tpot: float = 0.0  # seconds for each token after it, likewise
     fetch_tokens: int = 256  # a prefix of so many tokens more is fetched from the worker that has it; 0: never
 

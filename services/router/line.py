@@ -37,9 +37,9 @@ class _Ticket(Waiting):
 class Line:
     """Requests one after the other, each when there is room for it. While there is, nobody waits."""
 
-    def __init__(self, placer: Placer, max_queue: int, metrics: RouterMetrics) -> None:
+    def __init__(self, placer: Placer, max_queue: int, slo_ttft: float, metrics: RouterMetrics) -> None:
         self._placer = placer
-        self._admission: Admission[_Ticket] = Admission(max_queue)
+        self._admission: Admission[_Ticket] = Admission(max_queue, slo_ttft)
         self._queue = self._admission.queue  # of tickets
         self._metrics = metrics
         self._tickets: dict[tuple[str, int], _Ticket] = {}

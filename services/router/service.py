@@ -62,7 +62,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
         self._watchers = Watchers(self._placer, key, self.metrics)
         self._reuse = ReuseWatch(config.policy, self._watchers, self.metrics)
-        self._line = Line(self._placer, config.max_queue, self.metrics)
+        self._line = Line(self._placer, config.max_queue, config.slo_ttft or math.inf, self.metrics)
         self._explanations = Explanations(config.policy)
         self._say_alone_at = 0.0
         self.incarnation = new_incarnation()

@@ -243,9 +243,22 @@ async def test_who_would_be_too_late_is_refused_at_once() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await made.place(prompt_tokens=1000, deadline_seconds=4)  # it would go before them, and take 10 s
         assert 6 <= retry_after(refused.value) <= 1.25 * 7.6
-        assert "after its deadline" in str(refused.value.details())
+        assert "has 4.0 s (deadline)" in str(refused.value.details())
         assert await made.metric("tandem_router_shed_total", reason="deadline") == 1
         assert await held.waiting() == 3
+
+
+async def test_what_would_miss_the_aim_is_refused_while_all_are_full() -> None:
+    async with busy(slo_ttft=3.0) as (made, held, worker):
+        worker.member.load.prefill_tokens_per_second = 100
+        full(worker, made)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await made.place(prompt_tokens=1000, deadline_seconds=100)  # 10 s
+        assert 7 <= retry_after(refused.value) <= 1.25 * 8.6 and "has 3.0 s (slo)" in str(refused.value.details())
+        assert await made.metric("tandem_router_shed_total", reason="slo") == 1
+        full(await made.join("b"), made)
+        await held.place("1", prompt_tokens=1000, deadline_seconds=100)  # as late, but there is room
+        assert held.answered == ["first", "1"]
 
 
 async def test_without_a_queue_a_full_cluster_refuses() -> None:
