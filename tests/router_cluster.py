@@ -118,9 +118,10 @@ class Cluster:
         """Until the router hears the worker's events."""
 
         async def heard() -> bool:
+            snapshots = worker.snapshots
             worker.store([os.urandom(16)])
             await asyncio.sleep(0.02)
-            return await self.cached(worker, worker.held[-1:]) == 1
+            return await self.cached(worker, worker.held[-1:]) == 1 and worker.snapshots == snapshots
 
         await eventually(heard)
 
