@@ -105,6 +105,7 @@ class LoadStream:
                     self._take_in(fields.get(_FIELD, b""))
                 except (msgspec.MsgspecError, DecodeError) as error:
                     log.warning("a malformed message of a router dropped", error=str(error))
+                await asyncio.sleep(0)  # requests are placed meanwhile
 
     async def _latest(self) -> bytes:
         """Id of the last entry."""
