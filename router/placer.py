@@ -80,7 +80,7 @@ class Placer:
 
     def has_room(self, ask: Ask, excluded: Iterable[str], now: float) -> bool:
         """Whether some worker but the excluded ones could begin with the request soon; True, too, if there is none."""
-        return has_room(ask, self._workers(ask, excluded), self.reservations.queued(now))
+        return has_room(ask, self.workers(ask, excluded), self.reservations.queued(now))
 
     def place(
         self,
@@ -132,7 +132,7 @@ class Placer:
                 if layout == self.fleet.table["layout"][row]:
                     self._expected.expect(row, hashes, now)
 
-    def _workers(self, ask: Ask, excluded: Iterable[str]) -> NDArray[np.void]:
+    def workers(self, ask: Ask, excluded: Iterable[str]) -> NDArray[np.void]:
         """The table, in which those that are excluded or have another model are not ready."""
         table = self.fleet.table
         if ask.model is not None and (others := table["ready"] & (table["model"] != ask.model)).any():
@@ -147,7 +147,7 @@ class Placer:
         self, ask: Ask, chains: list[tuple[int, Sequence[bytes]]], excluded: Iterable[str], now: float
     ) -> Snapshot:
         """A chain's hashes depend on its layout, so that only workers of this layout hold any of them."""
-        table = self._workers(ask, excluded)
+        table = self.workers(ask, excluded)
         cached = recalled = np.zeros(len(table), np.int32)
         for _, hashes in chains:
             cached = np.maximum(cached, self.index.depths(hashes, len(table)))

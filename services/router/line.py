@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.admission import Admission, Refused
 from router.placer import Placer
@@ -35,7 +36,7 @@ class _Ticket(Waiting):
 
 
 class Line:
-    """Requests one after the other, each when there is room for it. While there is, nobody waits."""
+    """Requests for one model, one after the other, each when there is room for it. While there is, nobody waits."""
 
     def __init__(self, placer: Placer, max_queue: int, slo_ttft: float, metrics: RouterMetrics) -> None:
         self._placer = placer
@@ -43,10 +44,18 @@ class Line:
         self._queue = self._admission.queue  # of tickets
         self._metrics = metrics
         self._tickets: dict[tuple[str, int], _Ticket] = {}
+        self._ask = Ask(0, 0)  # the latest one: all are for one model
         self._freed = asyncio.Event()
         self._usher: asyncio.Task[None] | None = None  # as long as somebody waits
-        metrics.queue_requests.set_function(lambda: len(self._queue))
-        metrics.queue_tokens.set_function(lambda: self._queue.tokens)
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def tokens(self) -> int:
+        """That they cost."""
+        return self._queue.tokens
 
     @contextlib.asynccontextmanager
     async def turn(self, request: router_pb2.PlaceRequest, ask: Ask) -> AsyncGenerator[float]:
@@ -95,7 +104,8 @@ class Line:
             key=(request.request_id, request.attempt),
         )
         try:
-            self._admission.enter(ticket, ask, self._placer.fleet.table, self._placer.reservations.queued(now), now)
+            workers, queued = self._placer.workers(ask, ()), self._placer.reservations.queued(now)
+            self._admission.enter(ticket, ask, workers, queued, now)
         except Refused as error:
             self._metrics.shed.labels(error.why.value).inc()
             raise
@@ -103,6 +113,7 @@ class Line:
             self._leave(before)
             before.comes.set()
         self._tickets[ticket.key] = ticket
+        self._ask = ask
         if self._usher is None or self._usher.done():
             self._usher = asyncio.get_running_loop().create_task(self._let_go())
         return ticket
@@ -120,7 +131,7 @@ class Line:
         while len(self._queue):
             now = time.monotonic()
             self._freed.clear()
-            ticket = self._queue.first(now, self._admission.rate(self._placer.fleet.table, now))
+            ticket = self._queue.first(now, self._admission.rate(self._placer.workers(self._ask, ()), now))
             if self._placer.has_room(ticket.ask, ticket.excluded, now):
                 self._admission.take(ticket, now)
                 ticket.in_line = False
@@ -129,3 +140,29 @@ class Line:
             else:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._freed.wait(), _LOOK_SECONDS)
+
+
+class Lines:
+    """A line for each model, so that none waits for another's workers."""
+
+    def __init__(self, placer: Placer, max_queue: int, slo_ttft: float, metrics: RouterMetrics) -> None:
+        self._make = partial(Line, placer, max_queue, slo_ttft, metrics)
+        self._lines: dict[int | None, Line] = {}  # by the model's number
+        metrics.queue_requests.set_function(lambda: sum(map(len, self._lines.values())))
+        metrics.queue_tokens.set_function(lambda: sum(line.tokens for line in self._lines.values()))
+
+    def turn(self, request: router_pb2.PlaceRequest, ask: Ask) -> contextlib.AbstractAsyncContextManager[float]:
+        """As `Line.turn`, in the line of the request's model."""
+        if ask.model not in self._lines:
+            self._lines[ask.model] = self._make()
+        return self._lines[ask.model].turn(request, ask)
+
+    def freed(self) -> None:
+        """There may be room."""
+        for line in self._lines.values():
+            line.freed()
+
+    def release(self, request_id: str, attempt: int) -> None:
+        """The attempt is given up: if it waits, it waits no more."""
+        for line in self._lines.values():
+            line.release(request_id, attempt)

@@ -25,7 +25,7 @@ from services.config import RouterConfig
 from services.process import new_incarnation
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
-from services.router.line import Line, Released
+from services.router.line import Lines, Released
 from services.router.metrics import RouterMetrics
 from services.router.reuse_watch import ReuseWatch
 from services.router.watchers import Watchers, hashes_alike
@@ -62,7 +62,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
         self._watchers = Watchers(self._placer, key, self.metrics)
         self._reuse = ReuseWatch(config.policy, self._watchers, self.metrics)
-        self._line = Line(self._placer, config.max_queue, config.slo_ttft or math.inf, self.metrics)
+        self._lines = Lines(self._placer, config.max_queue, config.slo_ttft or math.inf, self.metrics)
         self._explanations = Explanations(config.policy)
         self._say_alone_at = 0.0
         self.incarnation = new_incarnation()
@@ -90,7 +90,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._members[row] = member
             self._describe(row, member)
             self._health.heard(row, member.load)
-        self._line.freed()
+        self._lines.freed()
         members = self._members.values()
         self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in members))
         for role in _WORKER_ROLES:
@@ -142,7 +142,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         model = self._placer.fleet.model(request.model) if request.model else None
         ask = Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session, model)
         try:
-            async with self._line.turn(request, ask) as held:
+            async with self._lines.turn(request, ask) as held:
                 return self._place(request, ask, chains, held)
         except NoWorker as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
@@ -201,7 +201,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         reservation = self._placer.reservations.release(request.request_id, request.attempt)
         self.shared.released((request.request_id, request.attempt), request.SerializeToString())
         self.has_news.set()
-        self._line.release(request.request_id, request.attempt)
+        self._lines.release(request.request_id, request.attempt)
         self._ended(request, reservation, told_here=True)
         return router_pb2.ReleaseReply()
 
@@ -224,7 +224,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if booked is not None and request.outcome in _WELL and not request.prefill_failed:
             late = self._learn(request, booked, told_here=told_here)
         self._health.ended(request, late, counts=told_here)
-        self._line.freed()
+        self._lines.freed()
         if booked is None or not request.HasField("cached_tokens"):
             return
         predicted, found = booked.predicted_tokens, request.cached_tokens

@@ -122,6 +122,18 @@ async def test_another_worker_that_joins_takes_one() -> None:
         assert not held.calls["2"].done()
 
 
+async def test_workers_of_one_model_do_not_keep_another_s_requests_waiting() -> None:
+    async with busy() as (made, held, worker):
+        worker.member.model.name = "full"
+        full(worker, made)
+        await held.place("1", model="full")
+        other = await made.join("b")
+        other.member.model.name = "free"
+        made.service.on_change("updated", other.member)
+        assert (await made.place(model="free")).decode.incarnation == "b"
+        assert not held.calls["1"].done() and await held.waiting() == 1
+
+
 async def test_prompts_that_are_computed_make_room() -> None:
     """Nobody tells of it."""
     async with cluster() as made:
@@ -171,7 +183,7 @@ async def test_whoever_cancels_leaves_without_a_trace() -> None:
         assert held.answered == ["first", "3"]
         assert await made.metric("tandem_router_reservations") == 1
         assert await made.metric("tandem_router_queue_tokens") == 0
-        assert not made.service._line._tickets
+        assert not any(line._tickets for line in made.service._lines._lines.values())
 
 
 async def test_a_gateway_that_dies_leaves_nobody_in_the_queue() -> None:
@@ -180,9 +192,9 @@ async def test_a_gateway_that_dies_leaves_nobody_in_the_queue() -> None:
             await held.place(name)
         await made.channel.close()
         async with asyncio.timeout(10):
-            while len(made.service._line._queue):
+            while any(map(len, made.service._lines._lines.values())):
                 await asyncio.sleep(0.01)
-        assert not made.service._line._tickets
+        assert not any(line._tickets for line in made.service._lines._lines.values())
         for call in held.calls.values():  # gRPC cancels them
             with contextlib.suppress(asyncio.CancelledError):
                 await call
