@@ -4,8 +4,9 @@ Both are linear in what is known of the workers when it is decided. A worker's c
 table, fitted to what happened (`router.fit`):
 
 - TTFT: 1, seconds for which other prompts keep the worker that computes this one, seconds that this one takes itself,
-  seconds in which KV is moved to it, and requests that wait there for KV blocks. Seconds are tokens through the rates
-  that workers measure. Where another worker decodes, the transfer to it and those who wait for its blocks come on top.
+  seconds in which KV is moved to it, and requests that wait there for KV blocks. Seconds are tokens through the mean
+  of the rates that workers measure. Where another worker decodes, the transfer to it and those who wait for its blocks
+  come on top.
 - TPOT: 1, requests and tokens whose KV is kept, and seconds of prompts to compute beside them.
 
 What is neither cached nor fetched may be on its way: then to wait for it is in the queue already.
@@ -22,13 +23,13 @@ from router.fleet import NUM_TPOT, NUM_TTFT
 from router.snapshot import Ask, Snapshot
 
 _RATE = 10_000.0  # tokens per second that a worker computes, as long as none has measured
-_OWN = 2  # place of the coefficient
+_WAIT, _OWN = 1, 2  # places of coefficients
 _MOVED = 4.0  # times as fast KV is moved, as long as that is not measured
 
 _BEHIND = 0.25  # worth of a second for which prompts behind this one wait
-_STREAM = 0.25  # worth of a second that an answer takes longer
+_STREAM = 0.5  # worth of a second that an answer takes longer
 _OUTPUT = 256  # tokens; of an answer, no more count
-_LOCAL = 2.0  # decode workers compute prompts themselves where another way costs so many times as much
+_LOCAL = 2.0  # a decode worker computes a prompt itself where another would cost so many times as much
 _MISSED = 1e6  # seconds that an objective is worth: those that meet it come first
 
 Floats = NDArray[np.float64]
@@ -89,26 +90,31 @@ class Prediction:
     decoding: tuple[float, ...] = ()  # of NUM_TPOT
 
 
-def features(ask: Ask, workers: Snapshot) -> Features:
-    """Of giving the request to each of the workers."""
+def features(ask: Ask, workers: Snapshot, awaits: NDArray[np.bool_] | bool = True) -> Features:
+    """Of giving the request to each of the workers. `awaits`, `[n]`: whether what is expected there will be computed
+    there, and so is in the queue."""
     table = workers.table
-    rate = table["prefill_rate"]
-    measured = rate > 0
-    rate = np.where(measured, rate, rate[measured].mean() if measured.any() else _RATE)
-    moved = np.where(table["fetch_rate"] > 0, table["fetch_rate"], _MOVED * rate)
+    rate = _mean(table["prefill_rate"], _RATE)
+    moved = _mean(table["fetch_rate"], _MOVED * rate)
     missing = ask.uncached(workers.cached_tokens)
     coming = ask.uncached(workers.expected_tokens) / rate
     fetch, own = workers.fetchable_tokens / moved, (missing - workers.fetchable_tokens) / rate
-    sooner = coming <= own + fetch
+    sooner = (coming <= own + fetch) & awaits
     return Features(
         wait=workers.queued_tokens / rate,
         own=np.where(sooner, coming, own),
         fetch=np.where(sooner, 0.0, fetch),
-        transfer=missing / moved,
+        transfer=ask.uncached(workers.expected_tokens) / moved,
         blocked=table["waiting_for_blocks"].astype(np.float64),
         requests=table["requests"] + 1.0,
         kept=table["decode_tokens"] + ask.prompt_tokens,
     )
+
+
+def _mean(rates: Floats, prior: float) -> float:
+    """Of those measured. One worker's varies with the prompts that it had; that it is slow its coefficients tell."""
+    measured = rates[rates > 0]
+    return float(measured.mean()) if len(measured) else prior
 
 
 def seconds(coefficients: Floats, of: Floats) -> Floats:
@@ -128,31 +134,45 @@ class Costs(NamedTuple):
 def prefill_costs(ask: Ask, workers: Snapshot, objectives: Objectives) -> Costs:
     """Of having them compute the prompt for another worker."""
     there, table = features(ask, workers), workers.table
-    ttft = seconds(table["ttft"], there.computing())
-    cost = ttft + _BEHIND * table["ttft"][:, _OWN] * there.own + _MISSED * (ttft > objectives.ttft)
+    coefficients = table["ttft"]
+    ttft = seconds(coefficients, there.computing())
+    cost = ttft + _delays(coefficients, there) + _MISSED * (ttft > objectives.ttft)
     return Costs(cost, ttft, np.ones(len(ttft), np.bool_))
+
+
+def _delays(coefficients: Floats, there: Features) -> Floats:
+    """Seconds that others wait longer for this prompt: those that it overtakes, and those that come behind it.
+
+    What is queued counts in whole, though a short prompt does not wait for all of it.
+    """
+    overtaken = (coefficients[:, _OWN] - coefficients[:, _WAIT]) * there.wait
+    delays: Floats = overtaken + _BEHIND * coefficients[:, _OWN] * there.own
+    return delays
 
 
 def decode_costs(ask: Ask, workers: Snapshot, objectives: Objectives, elsewhere: Elsewhere) -> Costs:
     """Of having them decode, and compute the prompt where that is better than `elsewhere`.
 
-    A prompt that is computed beside answers stops these for as long. Then elsewhere is better unless that takes far
-    longer: what a worker's load tells is never all that it will have to do.
+    A prompt that is computed on a decode worker stops its answers for as long. So elsewhere is better unless that takes
+    far longer: what a worker's load tells is never all that it will have to do.
     """
-    there, table = features(ask, workers), workers.table
+    table = workers.table
+    there = features(ask, workers, table["aggregated"] | math.isinf(elsewhere.cost))
     coefficients = table["ttft"]
     work = coefficients[:, _OWN] * there.own
     here = seconds(coefficients, there.computing())
     streams = np.minimum(ask.max_tokens, _OUTPUT) * _STREAM
     tpot_here = seconds(table["tpot"], there.decoding(local=True))
-    cost_here = here + _BEHIND * work + _STREAM * work * table["requests"] + streams * tpot_here
+    stopped = np.where(table["aggregated"], 0.0, _STREAM * work * table["requests"])
+    prompt_here = here + _delays(coefficients, there) + stopped
+    cost_here = prompt_here + streams * tpot_here
     transfer = seconds(coefficients, there.receiving())
     ttft_remote = elsewhere.ttft + transfer
     tpot_remote = seconds(table["tpot"], there.decoding(local=False))
     cost_remote = elsewhere.cost + transfer + streams * tpot_remote
     cost_here += _MISSED * ((here > objectives.ttft) | (tpot_here > objectives.tpot))
     cost_remote += _MISSED * ((ttft_remote > objectives.ttft) | (tpot_remote > objectives.tpot))
-    local = table["aggregated"] | (_LOCAL * cost_here < cost_remote)
+    local = table["aggregated"] | (cost_here + (_LOCAL - 1.0) * prompt_here < cost_remote)
     return Costs(np.where(local, cost_here, cost_remote), np.where(local, here, ttft_remote), local)
 
 

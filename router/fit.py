@@ -5,7 +5,8 @@ latest counts most. An outlier moves little: an error counts up to `_MOST_ERROR`
 between bounds, and uncertainty never exceeds that of the beginning, so that nothing winds up where one kind of request
 comes for long. Measurements that cannot be are refused.
 
-A worker of which nothing is known has the median of those of its role that are known.
+A worker of which nothing is known has the median of those of its role that are known. Most are alike, and chance must
+not send all to one of them: small differences from the median fade, large ones stay.
 """
 
 import math
@@ -22,6 +23,8 @@ _MEMORY = 0.97  # weight of what was known before, at each measurement
 _MOST_ERROR = 2.0
 _LEAST_SECONDS = 1e-3  # a prediction below counts as so much
 _MOST_SECONDS = 3600.0  # more was not measured but made up
+_ALIKE = 0.5  # a worker whose coefficient is within so much of the median is believed to be like the others
+_ALIKE_SECONDS = 5.0  # in which it comes nearer to it by two thirds
 _LEAST_GAPS = 4  # between tokens: of fewer a rate says little
 _BOUND = 100.0  # coefficients stay between 0 and so many times the prior
 
@@ -59,6 +62,7 @@ class Fit:
         self._fleet = fleet
         self._ttft = _Squares("ttft", TTFT_PRIOR, fleet)
         self._tpot = _Squares("tpot", TPOT_PRIOR, fleet)
+        self._ticked = 0.0
 
     def learn(self, prediction: Prediction, measured: Measured, *, computing: int, decode: int) -> None:
         """An attempt on these rows has ended well. Where two workers took part, each learns from what the other's part
@@ -76,10 +80,11 @@ class Fit:
         self._ttft.forget(row)
         self._tpot.forget(row)
 
-    def tick(self) -> None:
-        """Now and then: new workers begin with what their like has."""
-        self._ttft.spread()
-        self._tpot.spread()
+    def tick(self, now: float) -> None:
+        """Now and then, `now` in monotonic seconds: new workers begin with what their like has."""
+        seconds, self._ticked = max(0.0, now - self._ticked), now
+        self._ttft.spread(seconds)
+        self._tpot.spread(seconds)
 
 
 def _possible(seconds: float | None) -> TypeGuard[float]:
@@ -92,6 +97,7 @@ class _Squares:
     def __init__(self, column: str, prior: Floats, fleet: Fleet) -> None:
         self._column = column
         self._fleet = fleet
+        self._prior = prior
         self._most = _BOUND * prior
         self._start = np.diag(prior**2)  # variances: each may as well be half as much or twice
         self._covariance = np.zeros((0, len(prior), len(prior)))
@@ -122,14 +128,19 @@ class _Squares:
         self._fit()
         self._covariance[row], self._known[row] = self._start, 0
 
-    def spread(self) -> None:
-        """To those that nothing is known of."""
+    def spread(self, seconds: float) -> None:
+        """To those that nothing is known of in whole; in `seconds`, in part to those that differ little from it."""
         self._fit()
-        table = self._fleet.table
+        table, known = self._fleet.table, self._known > 0
+        column = table[self._column]
+        pull = 1.0 - math.exp(-seconds / _ALIKE_SECONDS)
         for role in ("prefills", "decodes"):
-            members, known = table[role], self._known > 0
-            if (members & known).any() and (new := members & ~known).any():
-                table[self._column][new] = np.median(table[self._column][members & known], axis=0)
+            members = table[role]
+            if (members & known).any():
+                median = np.median(column[members & known], axis=0)
+                away = column[members] - median
+                is_noise = np.abs(away) <= _ALIKE * np.maximum(median, self._prior)
+                column[members] -= np.where(known[members, None], pull * is_noise, 1.0) * away
 
     def _fit(self) -> None:
         """As long as the table."""

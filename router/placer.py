@@ -117,7 +117,7 @@ class Placer:
         """Now and then: ends what is over."""
         self.reservations.expire(now)
         self._expected.expire(now)
-        self._fit.tick()
+        self._fit.tick(now)
 
     def learn(self, reservation: Reservation, measured: Measured) -> None:
         """An attempt that was booked so has ended well, its prompt computed where it was meant to be."""

@@ -45,7 +45,7 @@ def test_coefficients_are_found_in_noise() -> None:
     assert np.abs(errors).mean() < 0.06
     assert fleet.table["ttft"][0][1:3] == pytest.approx(TTFT[1:3], rel=0.2)
     assert (fleet.table["ttft"][1] == TTFT_PRIOR).all() and (fleet.table["tpot"][1] == TPOT_PRIOR).all()
-    fit.tick()  # nothing is known of b: it begins with what a has
+    fit.tick(1.0)  # nothing is known of b: it begins with what a has
     assert (fleet.table["ttft"][1] == fleet.table["ttft"][0]).all()
 
 
@@ -110,5 +110,18 @@ def test_a_worker_that_left_is_forgotten() -> None:
     fleet.leave("a")
     row = fleet.join("c")
     assert row == 0 and (fleet.table["ttft"][row] == TTFT_PRIOR).all()
-    fit.tick()
+    fit.tick(1.0)
     assert (fleet.table["ttft"][1] == TTFT_PRIOR).all()
+
+
+def test_of_workers_that_are_alike_none_is_preferred_but_a_slow_one_is_told_from_them() -> None:
+    fleet = fleet_of("a", "b", "c")
+    fit = Fit(fleet)
+    for second, (prediction, measured) in enumerate(placements(400)):
+        assert measured.ttft is not None
+        for row in range(3):
+            seen = Measured(measured.ttft * (4 if row == 2 else 1 + 0.2 * row), 1, 0.0)
+            fit.learn(prediction, seen, computing=row, decode=row)
+        fit.tick(float(second))
+    own = fleet.table["ttft"][:, 2]
+    assert own[1] / own[0] < 1.15 and own[2] / own[0] > 2

@@ -47,7 +47,7 @@ def test_nobody_to_decode(policy: str, workers: list[Any]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ways(policy: str) -> None:
-    decode, prefill, both = worker("d"), worker("p", "prefill"), worker("a", "aggregated")
+    decode, prefill, both = worker("d"), worker("p", "prefill", cached=61), worker("a", "aggregated")
     table: list[tuple[Way, list[Any], Ask]] = [
         (Way.REMOTE, [decode, prefill], ASK),
         (Way.ALONE, [decode], ASK),
@@ -84,9 +84,9 @@ def test_what_can_be_fetched_is_nearly_cached() -> None:
     def choose(queue: int, **columns: float) -> str:
         return decided(worker("a", cached=50, prefill=queue), worker("b", **columns), fetch=256)[0]
 
-    assert choose(190) == "a" and choose(215) == "b"
+    assert choose(170) == "a" and choose(215) == "b"
     measured = {"prefill_rate": 10_000.0, "fetch_rate": 100_000.0}
-    assert choose(70, **measured) == "a" and choose(95, **measured) == "b"
+    assert choose(65, **measured) == "a" and choose(95, **measured) == "b"
     unable = {"fetches": False}
     assert choose(900, **unable) == "a" and choose(1100, **unable) == "b"
 
@@ -104,7 +104,7 @@ def test_a_hot_prefix_spreads_before_its_worker_queues() -> None:
 
 def test_objectives_come_before_cost() -> None:
     """The cached worker is the cheapest, but its answers would be too slow."""
-    slow, other = worker("a", cached=62, decode=40_000), worker("b")
+    slow, other = worker("a", cached=62, decode=20_000), worker("b")
     assert decided(slow, other)[0] == "a"
     assert decided(slow, other, objectives=Objectives(tpot=0.010))[0] == "b"
     assert decided(slow, other, objectives=Objectives(ttft=0.05, tpot=0.1))[0] == "a"  # the other's first token is late
@@ -119,6 +119,9 @@ def test_a_prompt_is_computed_where_it_is_decoded_if_prefill_workers_have_far_mo
     assert decide(worker("d"), busy, local=0).way is Way.REMOTE
     late = Objectives(ttft=0.2)
     assert decide(worker("d"), worker("p", "prefill", prefill=1000), objectives=late).way is Way.SOONER
+    nearly = worker("d", cached=60)  # 40 tokens are missing, to the other one all
+    assert decide(nearly, idle).way is Way.SOONER
+    assert decide(nearly, worker("p", "prefill", cached=60)).way is Way.REMOTE
     # Of two decode workers the one that has most of it computes the rest rather than to wait.
     assert decided(worker("d0"), worker("d1", cached=50), busy) == ("d1", None)
 
