@@ -23,7 +23,7 @@ from router.fleet import NUM_TPOT, NUM_TTFT
 from router.snapshot import Ask, Snapshot
 
 _RATE = 10_000.0  # tokens per second that a worker computes, as long as none has measured
-_WAIT, _OWN = 1, 2  # places of coefficients
+_WAIT, _OWN, _FETCH, _BLOCKED = 1, 2, 3, 4  # places of coefficients
 _MOVED = 4.0  # times as fast KV is moved, as long as that is not measured
 
 _BEHIND = 0.25  # worth of a second for which prompts behind this one wait
@@ -117,12 +117,6 @@ def _mean(rates: Floats, prior: float) -> float:
     return float(measured.mean()) if len(measured) else prior
 
 
-def seconds(coefficients: Floats, of: Floats) -> Floats:
-    """Predictions `[n]` from coefficients and features `[n, k]`."""
-    found: Floats = np.einsum("nk,nk->n", coefficients, of)
-    return found
-
-
 class Costs(NamedTuple):
     """Of giving the request to each worker, `[n]` each."""
 
@@ -133,21 +127,26 @@ class Costs(NamedTuple):
 
 def prefill_costs(ask: Ask, workers: Snapshot, objectives: Objectives) -> Costs:
     """Of having them compute the prompt for another worker."""
-    there, table = features(ask, workers), workers.table
-    coefficients = table["ttft"]
-    ttft = seconds(coefficients, there.computing())
-    cost = ttft + _delays(coefficients, there) + _MISSED * (ttft > objectives.ttft)
-    return Costs(cost, ttft, np.ones(len(ttft), np.bool_))
+    there, of = features(ask, workers), np.ascontiguousarray(workers.table["ttft"].T)
+    ttft, cost = _computed(of, there)
+    return Costs(cost + _missed(ttft, objectives.ttft), ttft, np.ones(len(ttft), np.bool_))
 
 
-def _delays(coefficients: Floats, there: Features) -> Floats:
-    """Seconds that others wait longer for this prompt: those that it overtakes, and those that come behind it.
+def _computed(of: Floats, there: Features) -> tuple[Floats, Floats]:
+    """Seconds to the first token with coefficients `[NUM_TTFT, n]`, and those with what others wait longer for it.
 
-    What is queued counts in whole, though a short prompt does not wait for all of it.
+    Others are those that come behind this prompt and those that it overtakes: what is queued costs in whole, though a
+    short prompt does not wait for all of it.
     """
-    overtaken = (coefficients[:, _OWN] - coefficients[:, _WAIT]) * there.wait
-    delays: Floats = overtaken + _BEHIND * coefficients[:, _OWN] * there.own
-    return delays
+    fixed = of[0] + of[_FETCH] * there.fetch + of[_BLOCKED] * there.blocked
+    work = of[_OWN] * there.own
+    queued = of[_OWN] * there.wait
+    return fixed + of[_WAIT] * there.wait + work, fixed + queued + (1.0 + _BEHIND) * work
+
+
+def _missed(predicted: Floats, objective: float) -> Floats:
+    missed: Floats = np.where(predicted > objective, _MISSED, 0.0)
+    return missed
 
 
 def decode_costs(ask: Ask, workers: Snapshot, objectives: Objectives, elsewhere: Elsewhere) -> Costs:
@@ -158,20 +157,18 @@ def decode_costs(ask: Ask, workers: Snapshot, objectives: Objectives, elsewhere:
     """
     table = workers.table
     there = features(ask, workers, table["aggregated"] | math.isinf(elsewhere.cost))
-    coefficients = table["ttft"]
-    work = coefficients[:, _OWN] * there.own
-    here = seconds(coefficients, there.computing())
-    streams = np.minimum(ask.max_tokens, _OUTPUT) * _STREAM
-    tpot_here = seconds(table["tpot"], there.decoding(local=True))
-    stopped = np.where(table["aggregated"], 0.0, _STREAM * work * table["requests"])
-    prompt_here = here + _delays(coefficients, there) + stopped
-    cost_here = prompt_here + streams * tpot_here
-    transfer = seconds(coefficients, there.receiving())
+    of, per = np.ascontiguousarray(table["ttft"].T), np.ascontiguousarray(table["tpot"].T)
+    here, prompt_here = _computed(of, there)
+    prompt_here += np.where(table["aggregated"], 0.0, _STREAM * of[_OWN] * there.own * table["requests"])
+    streams = min(ask.max_tokens, _OUTPUT) * _STREAM
+    tpot_remote = per[0] + per[1] * there.requests + per[2] * there.kept + per[3] * there.wait
+    tpot_here = tpot_remote + per[3] * there.own
+    transfer = of[0] + of[_FETCH] * there.transfer + of[_BLOCKED] * there.blocked
     ttft_remote = elsewhere.ttft + transfer
-    tpot_remote = seconds(table["tpot"], there.decoding(local=False))
+    cost_here = prompt_here + streams * tpot_here
+    cost_here += _missed(here, objectives.ttft) + _missed(tpot_here, objectives.tpot)
     cost_remote = elsewhere.cost + transfer + streams * tpot_remote
-    cost_here += _MISSED * ((here > objectives.ttft) | (tpot_here > objectives.tpot))
-    cost_remote += _MISSED * ((ttft_remote > objectives.ttft) | (tpot_remote > objectives.tpot))
+    cost_remote += _missed(ttft_remote, objectives.ttft) + _missed(tpot_remote, objectives.tpot)
     local = table["aggregated"] | (cost_here + (_LOCAL - 1.0) * prompt_here < cost_remote)
     return Costs(np.where(local, cost_here, cost_remote), np.where(local, here, ttft_remote), local)
 

@@ -80,7 +80,8 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     that limit is 0, it does so as well when that is predicted to be far better.
     """
     prefilling = None if ask.local_prefill_only else _choose("prefills", ask, snapshot, policy, draw)
-    decoding = _choose("decodes", ask, snapshot, policy, draw._replace(elsewhere=_elsewhere(ask, prefilling, draw)))
+    elsewhere = _elsewhere(ask, prefilling, draw) if policy == "prefix" else NOWHERE
+    decoding = _choose("decodes", ask, snapshot, policy, draw._replace(elsewhere=elsewhere))
     if decoding is None:
         raise NoWorker("no decode or aggregated worker is ready")
     decode = decoding.winner
@@ -97,6 +98,7 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     apart = snapshot.apart.get(decode, frozenset())
     if prefilling is not None and prefilling.winner in apart:
         prefilling = _choose("prefills", ask, snapshot, policy, draw, apart)
+        elsewhere = _elsewhere(ask, prefilling, draw)
     if prefilling is None:
         reason = f"{chosen}; no prefill worker is ready, or all that are fail"
         return _decided(ask, Way.ALONE, reason, decoding)
