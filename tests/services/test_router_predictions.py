@@ -11,7 +11,9 @@ async def test_predictions_are_told_and_learn_from_releases() -> None:
 
         async def place_and_release(number: int, **seen: float) -> router_pb2.Explanation:
             await made.place()
-            told = (await made.router.Explain(router_pb2.ExplainRequest(), timeout=5)).placements[0]
+            told: router_pb2.Explanation = (
+                await made.router.Explain(router_pb2.ExplainRequest(), timeout=5)
+            ).placements[0]
             release = router_pb2.ReleaseRequest(request_id=f"r{number}", outcome=router_pb2.OK, output_tokens=11)
             release.ttft_seconds, release.decode_seconds = seen["ttft"], seen["decode"]
             await made.router.Release(release, timeout=5)
