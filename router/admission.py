@@ -67,6 +67,9 @@ class Admission(Generic[W]):
         if not self.queue.fits(waiting.tokens):
             raise Refused(Shed.FULL, f"{len(self.queue)} requests wait already", max(ahead, waiting.tokens) / rate)
         able = computing(table)
+        if not able.any():  # all have left since the others came: it is told so when its turn comes, which is at once
+            self.queue.add(waiting)
+            return
         first_token = ((queued_tokens[able] + ask.prompt_tokens) / np.maximum(1.0, prefill_rates(table)[able])).min()
         ttft = ahead / rate + float(first_token)
         remaining = waiting.deadline - now

@@ -116,7 +116,7 @@ class SharedLoad:
         found = [(key, reservations.get(*key)) for key in keys]
         booked = [self._booking(key, load, now) for key, load in found if load is not None]
         again = [(key, b"") for key in self._over] if self._whole else []
-        released = again + self._released
+        released = self._released + again  # reports first: they are compared with what is booked
         self._sequence += 1
         message = _Message(self._replica, self._sequence, self._whole, booked, released, asked)
         self._told = now
@@ -143,16 +143,19 @@ class SharedLoad:
         peer.complete = message.whole or (peer.complete and message.sequence == peer.sequence + 1)
         peer.sequence = message.sequence
         reservations = self._placer.reservations
+        ended = []
+        for key, report in message.released:
+            reservation, is_known = reservations.release(*key), key in self._over
+            self._remember(key)
+            if report and not is_known:  # else the gateway told several routers, this one among them
+                ended.append((reservation, report))
         if message.whole:
             told = {booking.key for booking in message.booked}
             self._release(key for key, _ in reservations.told_by(message.replica) if key not in told)
         for booking in message.booked:
             if booking.key not in self._over:
                 self._book(booking, message.replica, now)
-        for key, _ in message.released:
-            self._remember(key)
-        ended = [(reservations.release(*key), report) for key, report in message.released]
-        return [end for end in ended if end[1]]
+        return ended
 
     def staleness(self, now: float) -> float:
         """Seconds since the word of the replica that has been silent for the longest time; 0: there is no other."""

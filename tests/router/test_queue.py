@@ -2,11 +2,15 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.admission import Admission
+from router.fleet import Fleet
 from router.queue import FairQueue, Waiting
+from router.snapshot import Ask
 
 FAR = 1e9
 RATE = 100.0
@@ -190,3 +194,12 @@ def test_what_is_said_to_be_ahead_goes_before(
 def test_what_is_ahead_of_a_priority(priority: int) -> None:
     made = queue(waiting(100, priority=-1), waiting(50), waiting(30, "b"), waiting(7, priority=1))
     assert made.ahead(waiting(60, "c", priority=priority), 0.0, RATE) == {-1: 0, 0: 100, 1: 180}[priority]
+
+
+def test_who_comes_when_all_workers_have_left_is_told_so_in_turn() -> None:
+    """Others still stand in line at that moment; each finds at once that nobody can decode."""
+    table, admission = Fleet().table, Admission[Waiting](max_requests=10, slo_ttft=1.0)
+    for _ in range(2):
+        admission.queue.add(waiting())
+    admission.enter(waiting(), Ask(10, 10), table, np.zeros(len(table)), now=0.0)
+    assert len(admission.queue) == 3

@@ -206,6 +206,27 @@ def test_what_a_gateway_told_reaches_the_others_once() -> None:
     assert [(known, report) for known, report in c.shared.take_in(message, 0.03)] == [(None, b"report")]
 
 
+def test_what_a_gateway_told_two_routers_counts_once_at_each() -> None:
+    a, b, _ = three()
+    a.release(("x", 0), b"report")
+    b.release(("x", 0), b"report")
+    message = a.shared.message(0.02)
+    assert message is not None and b.shared.take_in(message, 0.02) == []
+
+
+def test_a_report_in_a_message_that_tells_all_comes_with_what_was_booked() -> None:
+    a, b, _ = three()
+    a.place(("x", 0), 0.0)
+    exchange(a, b, now=0.01)
+    a.release(("x", 0), b"report")
+    a.shared.lost()
+    message = a.shared.message(0.02)
+    assert message is not None
+    ((known, report),) = b.shared.take_in(message, 0.02)
+    assert known is not None and report == b"report"
+    assert b.booked == 0
+
+
 def test_a_retry_at_another_router_is_one_booking() -> None:
     """Both booked the attempt, as the first one's answer got lost; one release ends it everywhere."""
     a, b, c = three()
