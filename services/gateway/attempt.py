@@ -31,6 +31,10 @@ class Attempt:
         self._placed_at = time.monotonic()
         self._decode, self._prefill = placement.decode.incarnation, placement.prefill.incarnation
 
+    def had_most_of(self, begun: float, deadline: float) -> bool:
+        """Whether its workers had at least half of the time between, both in monotonic seconds."""
+        return self._placed_at > 0 and deadline - self._placed_at >= (deadline - begun) / 2
+
     def reused(self, cached_tokens: int) -> None:
         """The first output of the sequence came in this attempt, and says so much of the prompt's reuse."""
         self._cached_tokens = max(self._cached_tokens or 0, cached_tokens)

@@ -65,6 +65,7 @@ class Sequence:
         self._fresh: list[TokenOutput] = []
         self._excluded: list[str] = []
         self._attempt = Attempt(0)
+        self._begun = time.monotonic()
         self._placed = False
         self._lost = False
         self._changed = asyncio.Event()  # finished or lost
@@ -188,8 +189,10 @@ class Sequence:
                 raise unavailable("Too many requests had to be tried again, and this one is not; try again later")
 
     def _timed_out(self) -> ApiError:
-        """The deadline is over: a fault of a worker that gave no token at all, not of one that had too much to give."""
-        self._attempt.outcome = router_pb2.UNTOLD if self._attempt.answers else router_pb2.TIMED_OUT
+        """The deadline is over: a fault of a worker that gave no token in most of the time that there was; not of one
+        that had too much to give, nor of one that got the request when it had waited elsewhere for long."""
+        in_vain = not self._attempt.answers and self._attempt.had_most_of(self._begun, self.spec.deadline)
+        self._attempt.outcome = router_pb2.TIMED_OUT if in_vain else router_pb2.UNTOLD
         return timed_out()
 
     def _end_at_max_tokens(self) -> None:

@@ -290,6 +290,21 @@ async def test_the_deadline_ends_it() -> None:
         assert all_.router.outcomes == {0: router_pb2.TIMED_OUT}
 
 
+async def test_a_deadline_that_is_over_soon_after_the_request_moved_is_not_the_new_workers_fault() -> None:
+    def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return []
+
+    async with setting([hangs], [hangs]) as all_:
+        sequence = all_.sequence(deadline=asyncio.get_running_loop().time() + 2.0)
+        running = asyncio.create_task(sequence.run())
+        await eventually(lambda: sequence.worker is not None)
+        await asyncio.sleep(1.2)
+        sequence.lose("it is gone", exclude=True, outcome=router_pb2.LOST)
+        await running
+        assert sequence.failure is not None and sequence.failure.status == 504
+        await eventually(lambda: all_.router.outcomes == {0: router_pb2.LOST, 1: router_pb2.UNTOLD})
+
+
 async def test_a_client_that_leaves_is_told_to_worker_and_router() -> None:
     def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
         return [output(request, 0, [11])]
