@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -60,17 +61,23 @@ class Load:
         beginnings = (0, 3, 8, 17, 40)
         self._beginnings = [[self._random.randrange(1 << 20) for _ in range(length)] for length in beginnings]
 
-    async def run(self, requests: int, at_once: int = 16, enough: int | None = None, least: int = 0) -> Outcome:
+    async def run(
+        self,
+        requests: int,
+        at_once: int = 16,
+        enough: int | None = None,
+        until: Callable[[], bool] = lambda: True,
+    ) -> Outcome:
         """`requests` of them, or until `enough` faults have happened; then all is quiet and must be clean.
 
-        On a busy machine fewer frames pass that faults could hit: then as many more as make it `least` faults.
+        On a busy machine fewer frames pass that faults could hit: some more are sent `until` what a test counts on.
         """
         pair, outcome, started = self._pair, self.outcome, time.monotonic()
         self._socket, self._reply_to = pull_socket("127.0.0.1", None)
         reader = asyncio.create_task(self._read())
 
         async def client() -> None:
-            while not self._is_enough(requests, enough, least):
+            while not self._is_enough(requests, enough, until):
                 self._number += 1
                 await self._ask(f"q{self._number}")
 
@@ -93,11 +100,10 @@ class Load:
         outcome.seconds = time.monotonic() - started
         return outcome
 
-    def _is_enough(self, requests: int, enough: int | None, least: int) -> bool:
-        faults = self._pair.faults.total
-        if enough is not None and faults >= enough:
+    def _is_enough(self, requests: int, enough: int | None, until: Callable[[], bool]) -> bool:
+        if enough is not None and self._pair.faults.total >= enough:
             return True
-        return self._number >= (requests if faults >= least else _MOST_TIMES * requests)
+        return self._number >= requests and (until() or self._number >= _MOST_TIMES * requests)
 
     def _prompt(self) -> list[int]:
         more = self._random.randrange(1, 60)

@@ -47,7 +47,7 @@ async def run(
     least: int = 0,
 ) -> Outcome:
     async with linked(connector, faults, fenced=fenced, prefill_block_size=prefill_block_size) as pair:
-        return await Load(pair, abort_share=abort_share).run(requests, least=least)
+        return await Load(pair, abort_share=abort_share).run(requests, until=lambda: faults.total >= least)
 
 
 @pytest.mark.parametrize("connector", [*CONNECTORS, *PAIRS])

@@ -60,7 +60,9 @@ async def test_what_a_peer_has_is_fetched(connector: str, monkeypatch: pytest.Mo
 async def test_random_faults(connector: str) -> None:
     faults = Faults(dice(2), everywhere())
     async with linked(connector, faults) as pair:
-        outcome = await Load(pair, fetch_share=0.6).run(150, least=30)
+        outcome = await Load(pair, fetch_share=0.6).run(
+            150, until=lambda: faults.total >= 30 and fetches(pair, "lost") > 0
+        )
         assert outcome.clean, outcome
         assert faults.total >= 30 and fetches(pair, "lost") and sum(counted(pair).values()) > 40
 

@@ -99,7 +99,7 @@ async def test_random_faults_with_others_to_fall_back_to(
     monkeypatch.setattr(selection, "_LONGEST_PAUSE_SECONDS", 0.2)
     faults = Faults(dice(4), everywhere())
     async with linked(kind, faults, others=others) as pair:
-        outcome = await Load(pair).run(200)
+        outcome = await Load(pair).run(200, until=lambda: faults.total > 50 and fallbacks(pair, kind, others[0]) > 2)
         assert outcome.clean, outcome
         assert faults.total > 50, faults.happened
         assert fallbacks(pair, kind, others[0]) > 2
