@@ -59,6 +59,7 @@ class Admission(Generic[W]):
         self, waiting: W, ask: Ask, table: NDArray[np.void], queued_tokens: NDArray[np.float64], now: float
     ) -> None:
         """Takes a request into the queue. `table`, `queued_tokens`: the fleet's, `[n]`. Raises Refused."""
+        self._count(now)
         if waiting.resumes:  # it was let in before
             self.queue.add(waiting)
             return

@@ -203,3 +203,14 @@ def test_who_comes_when_all_workers_have_left_is_told_so_in_turn() -> None:
         admission.queue.add(waiting())
     admission.enter(waiting(), Ask(10, 10), table, np.zeros(len(table)), now=0.0)
     assert len(admission.queue) == 3
+
+
+def test_the_rate_does_not_depend_on_who_comes_first() -> None:
+    """The first one that a router holds may be a request that is placed again."""
+    fleet = Fleet()
+    fleet.set(fleet.join("p"), ready=True, prefills=True, prefill_rate=1000.0)
+    admission = Admission[Waiting](max_requests=10, slo_ttft=1.0)
+    first = waiting()
+    first.resumes = True
+    admission.enter(first, Ask(10, 10), fleet.table, np.zeros(len(fleet.table)), now=50.0)
+    assert admission.rate(fleet.table, 50.0) == 1000.0
