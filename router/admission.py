@@ -1,7 +1,8 @@
 """Who may wait: a request whose first token would miss its deadline, or the time that is the aim, is refused at once.
 
 How long the queue takes is predicted from the tokens before the request and the rate at which tokens have left the
-queue lately. In the beginning that is the rate at which the workers compute prompts.
+queue lately. In the beginning that is the rate at which the workers compute prompts; it counts for a second, and for
+less the longer somebody has waited.
 """
 
 import math
@@ -53,7 +54,8 @@ class Admission(Generic[W]):
         """Tokens per second that leave the queue."""
         self._count(now)
         prior = float(prefill_rates(table)[computing(table)].sum())
-        return max(1.0, (prior + self._left) / (1.0 + self._seconds))
+        weight = 1.0 / (1.0 + self._seconds)  # seconds for which the prior counts
+        return max(1.0, (weight * prior + self._left) / (weight + self._seconds))
 
     def enter(
         self, waiting: W, ask: Ask, table: NDArray[np.void], queued_tokens: NDArray[np.float64], now: float

@@ -7,6 +7,8 @@ import time
 from engine.request import TokenOutput
 from services.rpc import router_pb2
 
+_ENOUGH_SECONDS = 5.0  # in which a worker that is well gives a token: who allows less has himself to blame
+
 
 class Attempt:
     """The number, the workers, the times and the end of an attempt."""
@@ -32,8 +34,9 @@ class Attempt:
         self._decode, self._prefill = placement.decode.incarnation, placement.prefill.incarnation
 
     def had_most_of(self, begun: float, deadline: float) -> bool:
-        """Whether its workers had at least half of the time between, both in monotonic seconds."""
-        return self._placed_at > 0 and deadline - self._placed_at >= (deadline - begun) / 2
+        """Whether its workers had at least half of the time between, both in monotonic seconds, and enough for any."""
+        had = deadline - self._placed_at
+        return self._placed_at > 0 and had >= max(_ENOUGH_SECONDS, (deadline - begun) / 2)
 
     def reused(self, cached_tokens: int) -> None:
         """The first output of the sequence came in this attempt, and says so much of the prompt's reuse."""

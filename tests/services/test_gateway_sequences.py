@@ -12,6 +12,7 @@ from gateway_cluster import OUTPUT, Worker, eventually, finish, output, setting,
 
 from engine.hashing import block_hashes, root_hash
 from engine.request import TokenBatch, TokenOutput
+from services.gateway import attempt
 from services.gateway.errors import ApiError
 from services.gateway.generation import Running
 from services.rpc import router_pb2, worker_pb2
@@ -278,19 +279,27 @@ async def test_nobody_there_is_503_with_the_routers_retry_after() -> None:
         assert len(all_.router.placed) > 1  # it was tried again
 
 
-async def test_the_deadline_ends_it() -> None:
+@pytest.mark.parametrize(("enough", "outcome"), [(0.2, router_pb2.TIMED_OUT), (1.0, router_pb2.UNTOLD)])
+async def test_the_deadline_ends_it(enough: float, outcome: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is laid to the worker if it had the time that a worker needs."""
+    monkeypatch.setattr(attempt, "_ENOUGH_SECONDS", enough)
+
     def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
         return []
 
     async with setting([hangs]) as all_:
-        sequence = all_.sequence(deadline=asyncio.get_running_loop().time() + 0.3)
+        sequence = all_.sequence(deadline=asyncio.get_running_loop().time() + 0.9)
         await sequence.run()
         assert sequence.failure is not None and sequence.failure.status == 504
         await eventually(lambda: all_.router.workers[0].aborted == [0] and all_.router.released == [0])
-        assert all_.router.outcomes == {0: router_pb2.TIMED_OUT}
+        assert all_.router.outcomes == {0: outcome}
 
 
-async def test_a_deadline_that_is_over_soon_after_the_request_moved_is_not_the_new_workers_fault() -> None:
+async def test_a_deadline_that_is_over_soon_after_the_request_moved_is_not_the_new_workers_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempt, "_ENOUGH_SECONDS", 0.1)
+
     def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
         return []
 
