@@ -8,7 +8,7 @@ Chains are taken in whole from their root, so on a worker that expects a block a
 They are forgotten by the generation: each block is in the young or in the old one, and the old one ends as a whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,23 +33,27 @@ class ExpectedBlocks:
         self._ended_young: list[int] = []  # bits of workers that are gone, in blocks of the young generation still
         self._ended_old: list[int] = []  # in those of the old one only
 
-    def expect(self, row: int, hashes: Sequence[bytes], now: float) -> None:
-        """The worker will soon hold `hashes`. `now`: monotonic seconds."""
+    def expect(self, rows: Iterable[int], hashes: Sequence[bytes], now: float) -> None:
+        """These workers will soon hold `hashes`. `now`: monotonic seconds."""
         hashes = hashes[: self._size]
         self.expire(now)
-        bit = self._bits.of(row)
-        young, mask = self._young, 1 << bit
-        start = self._known(bit, hashes)
+        mask = 0
+        for row in rows:
+            mask |= 1 << self._bits.of(row)
+        young = self._young
+        start = _leading(hashes, lambda block_hash: young.get(block_hash, 0) & mask == mask)
         if len(young) + len(hashes) - start > self._size:
             self._turn(now)
             young, start = self._young, 0
-        with_it = {0: mask}
-        for block_hash in hashes[start:]:
-            before = young.get(block_hash, 0)
+        new = _leading(hashes, young.__contains__)
+        with_it: dict[int, int] = {}
+        for block_hash in hashes[start:new]:
+            before = young[block_hash]
             after = with_it.get(before)
             if after is None:
                 after = with_it[before] = before | mask
             young[block_hash] = after
+        young.update(dict.fromkeys(hashes[new:], mask))
 
     def expire(self, now: float) -> None:
         """Ends what is over."""
@@ -76,19 +80,20 @@ class ExpectedBlocks:
         """Distinct blocks expected, also of workers that have left since."""
         return len(self._young.keys() | self._old.keys())
 
-    def _known(self, bit: int, hashes: Sequence[bytes]) -> int:
-        """Leading hashes that are young already on the worker, found by bisection."""
-        low, high = 0, len(hashes)
-        while low < high:
-            middle = (low + high) // 2
-            if self._young.get(hashes[middle], 0) >> bit & 1:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     def _turn(self, born: float) -> None:
         self._young, self._old, self._born = {}, self._young, born
         for bit in self._ended_old:
             self._bits.free(bit)
         self._ended_young, self._ended_old = [], self._ended_young
+
+
+def _leading(hashes: Sequence[bytes], holds: Callable[[bytes], bool]) -> int:
+    """How many leading hashes it holds for, found by bisection."""
+    low, high = 0, len(hashes)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(hashes[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low

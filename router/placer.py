@@ -1,6 +1,6 @@
 """The router's view of its cluster, and decisions upon it: the table, caches, expectations and bookings as one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,7 +109,7 @@ class Placer:
         self._expect({decision.decode, decision.computing}, numbered, now)
         return Placed(decision, snapshot, source)
 
-    def expect(self, rows: Iterable[int], chains: Iterable[tuple[str, Sequence[bytes]]], now: float) -> None:
+    def expect(self, rows: Collection[int], chains: Iterable[tuple[str, Sequence[bytes]]], now: float) -> None:
         """These workers will soon hold a prompt that another router placed there."""
         self._expect(rows, [(self.fleet.layout(layout), hashes) for layout, hashes in chains], now)
 
@@ -126,11 +126,11 @@ class Placer:
         if bool(prediction.receiving) == (reservation.prefill is not None):  # otherwise the prefill worker has left
             self._fit.learn(prediction, measured, computing=computing, decode=decode)
 
-    def _expect(self, rows: Iterable[int], chains: list[tuple[int, Sequence[bytes]]], now: float) -> None:
-        for row in rows:
-            for layout, hashes in chains:
-                if layout == self.fleet.table["layout"][row]:
-                    self._expected.expect(row, hashes, now)
+    def _expect(self, rows: Collection[int], chains: list[tuple[int, Sequence[bytes]]], now: float) -> None:
+        layouts = self.fleet.table["layout"]
+        for layout, hashes in chains:
+            if those := [row for row in rows if layouts[row] == layout]:
+                self._expected.expect(those, hashes, now)
 
     def workers(self, ask: Ask, excluded: Iterable[str]) -> NDArray[np.void]:
         """The table, in which those that are excluded or have another model are not ready."""

@@ -102,7 +102,6 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     if prefilling is None:
         reason = f"{chosen}; no prefill worker is ready, or all that are fail"
         return _decided(ask, Way.ALONE, reason, decoding)
-    elsewhere = _elsewhere(ask, prefilling, draw)
     if (
         policy == "prefix"
         and local_prefill_tokens

@@ -154,10 +154,10 @@ class ExpectationsAreTheModel(RuleBasedStateMachine):
         self.now = 0.0
         self.model: list[tuple[float, int, int]] = []  # when, worker, blocks
 
-    @rule(worker=st.sampled_from(WORKERS), depth=st.integers(0, len(CHAIN)))
-    def expect(self, worker: int, depth: int) -> None:
-        self.expected.expect(worker, CHAIN[:depth], self.now)
-        self.model.append((self.now, worker, depth))
+    @rule(workers=st.lists(st.sampled_from(WORKERS), min_size=1, unique=True), depth=st.integers(0, len(CHAIN)))
+    def expect(self, workers: list[int], depth: int) -> None:
+        self.expected.expect(workers, CHAIN[:depth], self.now)
+        self.model += [(self.now, worker, depth) for worker in workers]
 
     @rule(seconds=st.floats(0.0, 6.0))
     def time_passes(self, seconds: float) -> None:
@@ -190,7 +190,7 @@ def test_expectations_never_exceed_their_number() -> None:
     soon = ExpectedBlocks(max_blocks=40)
     for number in range(30):
         chain = block_hashes(range(4 * (number % 25)), 4, number.to_bytes(4, "big"))
-        soon.expect(0, chain, 0.0)
+        soon.expect([0], chain, 0.0)
         assert len(soon) <= 40
         assert soon.depths(chain, 1)[0] == min(len(chain), 20)  # the latest is there, as far as there is room
 
@@ -213,7 +213,7 @@ def test_the_index_does_not_grow_with_the_number_of_prefixes(requests: int) -> N
 def test_expectations_of_workers_that_come_and_go_take_no_room_for_ever() -> None:
     expected = ExpectedBlocks(5.0)
     for second in range(200):
-        expected.expect(second % 3, CHAIN, float(second))
+        expected.expect([second % 3], CHAIN, float(second))
         expected.remove(second % 3)
         assert expected.depths(CHAIN, 3).tolist() == [0, 0, 0]
     assert expected._bits.size < 20
