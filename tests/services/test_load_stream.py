@@ -60,6 +60,11 @@ async def test_load_and_what_it_leaves_are_known_to_all(store: Store) -> None:
     async with cluster() as first, cluster() as second, linked(store.url, first, second):
         for worker in [await first.join(incarnation) for incarnation in "abcd"]:
             second.service.on_change("joined", worker.member)
+        # Once they hear each other: what is expected is told once, also where the store was not there.
+        await first.place(request_id="before")
+        await agree(1, first, second)
+        await first.router.Release(router_pb2.ReleaseRequest(request_id="before"))
+        await agree(0, first, second)
         placed = await first.place(chain("x"), request_id="q")
         await agree(1, first, second)
         for number in range(8):
