@@ -434,14 +434,6 @@ def test_many_at_once_are_the_same_as_alone(client: httpx.Client) -> None:
     assert together == [ask(number) for number in range(16)]
 
 
-def has_requests(client: httpx.Client, worker: str) -> bool:
-    """Whether it is this worker that has some of those under way. What workers tell may be half a second old."""
-    deadline = time.monotonic() + 10
-    while not metric(client, "tandem_kv_blocks", state="active"):
-        assert time.monotonic() < deadline
-    return metric(client, "tandem_kv_blocks", worker=worker, state="active") > 0
-
-
 def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, processes: Processes) -> None:
     fields = {"max_tokens": 600, "temperature": 1, "ignore_eos": True}
 
@@ -473,7 +465,10 @@ def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, process
         told = [pool.submit(tell, number) for number in range(4)]
         for event in started:
             assert event.wait(30)
-        if has_requests(client, "second"):
+        deadline = time.monotonic() + 10
+        while not metric(client, "tandem_kv_blocks", state="active"):
+            assert time.monotonic() < deadline  # it is told twice a second
+        if metric(client, "tandem_kv_blocks", worker="second", state="active"):
             first, second = second, first
         first.kill()  # it has some of them
         processes.running["aggregated"] = second
