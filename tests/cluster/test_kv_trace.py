@@ -22,7 +22,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker with a tiny model of three layers, prompts in chunks of 64."""
     folder = tmp_path_factory.mktemp("trace")
     model = str(tiny_model(folder / "tiny"))
-    options = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB", "--local-prefill-tokens", "16")
+    options = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB", "--local-prefill-tokens", "0")
     running = start_cluster(folder, *options, "--max-batched-tokens", "64", "--connector", "tcp", model=model)
     yield running
     stop_cluster(running)
