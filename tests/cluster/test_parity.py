@@ -81,7 +81,7 @@ def test_disaggregated_equals_aggregated(
     requests = mixed_requests(NUM_REQUESTS)[:count]
     model = str(tiny_model(tmp_path / "tiny"))
     # Little room and small steps: chunks, waiting for room, evictions and preemptions all happen.
-    tight = ("--kv-blocks", "60", "--max-batched-tokens", "40", "--local-prefill-tokens", "16")
+    tight = ("--kv-blocks", "60", "--max-batched-tokens", "40", "--local-prefill-tokens", "0")
     cluster = start_cluster(tmp_path / "d", *COMMON, *tight, "--connector", connector, model=model)
     try:
         got = answers(cluster, requests)
@@ -105,7 +105,7 @@ def test_blocks_of_other_sizes(
     count = 60
     sizes = ("--prefill-setting", f"block_size={prefill}", "--decode-setting", f"block_size={decode}")
     room = ("--prefill-setting", f"kv_blocks={900 // prefill}", "--decode-setting", f"kv_blocks={900 // decode}")
-    more = ("--max-batched-tokens", "40", "--local-prefill-tokens", "4", "--connector", connector)
+    more = ("--max-batched-tokens", "40", "--local-prefill-tokens", "0", "--connector", connector)
     model = str(tiny_model(tmp_path / "tiny"))
     cluster = start_cluster(tmp_path / "d", *COMMON, *sizes, *room, *more, model=model)
     try:
