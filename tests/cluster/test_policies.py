@@ -73,7 +73,9 @@ def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None
     for number in range(16):
         ask(cluster, 200 + number, f"user {number}")
     both = [after - before for after, before in zip(spread(cluster), alone, strict=True)]
-    assert sum(both) == 16 and min(both) > 0  # with different prompts, or sessions, both work
+    assert sum(both) == 16
+    if policy != "prefix":  # which takes the quicker one as long as nobody waits
+        assert min(both) > 0  # with different prompts, or sessions, both work
     if policy == "round_robin":
         assert both == [8, 8]
     if policy == "session":  # other prompts of a session follow it
