@@ -8,6 +8,7 @@ Chains are taken in whole from their root, so on a worker that expects a block a
 They are forgotten by the generation: each block is in the young or in the old one, and the old one ends as a whole.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -88,12 +89,5 @@ class ExpectedBlocks:
 
 
 def _leading(hashes: Sequence[bytes], holds: Callable[[bytes], bool]) -> int:
-    """How many leading hashes it holds for, found by bisection."""
-    low, high = 0, len(hashes)
-    while low < high:
-        middle = (low + high) // 2
-        if holds(hashes[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    """How many leading hashes it holds for: of none behind the first for which it does not."""
+    return bisect_left(hashes, True, key=lambda block_hash: not holds(block_hash))
