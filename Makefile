@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 # Set-up is done once for each content of the files that it depends on.
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt deploy/*.sh | cksum | cut -d' ' -f1)
 ARGS ?=
+STARTED := $(shell date +%s)
+# Only a test whose fault met nothing, or one that failed while a process got no processor, is run again, and told of.
+AGAIN := --reruns=2 --only-rerun='FaultMissed|StoodStill' --rerun-show-tracebacks
 # No other package may replace the build of torch that deploy/install-torch.sh chose.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test chaos kill lint format proto clean
+.PHONY: help setup up test images chaos kill restore lint format proto clean
 
 help:  ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,18 +40,31 @@ test: lint  ## lint, types, import rules, stubs, all tests
 	@bash deploy/install-packages.sh chromium:chromium
 	@# Optional, and tested where there are wheels of it; they bring no CUDA.
 	@$(BIN)/pip install --quiet 'nixl-cu12>=1.5.1,<2' || echo "== no NIXL here: its tests are skipped"
+	@# Large, for `tandem up --on ray` alone.
+	@$(BIN)/pip install --quiet --editable '.[ray]' || echo "== no Ray here: its tests are skipped"
+	@# Large, and for the chart alone.
+	@$(BIN)/pip install --quiet --editable '.[k8s-dev]' || echo "== no Helm here: tests of the chart are skipped"
 	@echo "== unit tests"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/repo --numprocesses=2
-	@echo "== the repository: gates, stubs, documents"
-	@$(BIN)/pytest tests/repo
-	@echo "== real clusters"
-	@$(BIN)/pytest tests/cluster
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/images --ignore=tests/repo --numprocesses=2
+	@echo "== the repository: gates, stubs, documents; real clusters"
+	@# Half of a cluster's start is waiting, so that two at a time take less than one after the other.
+	@$(BIN)/pytest tests/repo tests/cluster --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(AGAIN)
+	@# CI ends within 40 minutes, and images take up to eight.
+	@if [ $$(($$(date +%s) - $(STARTED))) -lt 1860 ]; then $(MAKE) --no-print-directory images; \
+	else echo "== images and compose.yaml: SKIPPED, half an hour is over; run \`make images\`"; fi
+
+images: setup  ## build the images and try compose.yaml in a Docker daemon
+	@echo "== images and compose.yaml, in Docker"
+	@$(BIN)/pytest -s -rs tests/images
 
 chaos: setup  ## thousands of faults between two workers; ARGS="--faults N --seed S --record FILE"
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/long_run.py $(ARGS)
 
 kill: setup  ## decode workers killed under hundreds of streams; ARGS="--streams N --at-once N --record FILE"
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/cluster/kill_run.py $(ARGS)
+
+restore: setup  ## KV evicted, restored and preempted while processes are killed; ARGS="--requests N --record FILE"
+	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(BIN)/python tests/cluster/restore_run.py $(ARGS)
 
 lint: setup  ## ruff, mypy, import rules
 	@echo "== ruff"

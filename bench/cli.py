@@ -30,7 +30,7 @@ class CheckMode(StrEnum):
 
 
 @app.command()
-@with_options
+@with_options()
 def run(
     options: Options,
     check: Annotated[
@@ -66,7 +66,7 @@ def run(
 
 
 @app.command()
-@with_options
+@with_options()
 def sweep(
     options: Options,
     steps: Annotated[int, typer.Option(help="Steps, when neither --rate nor --concurrency names them.", min=2)] = 6,
@@ -96,7 +96,7 @@ def sweep(
 
 
 @app.command()
-@with_options
+@with_options()
 def goodput(
     options: Options,
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet the SLO.")] = 0.9,
@@ -135,7 +135,7 @@ def goodput(
 
 
 @app.command()
-@with_options
+@with_options()
 def compare(
     targets: Annotated[
         list[str],

@@ -113,27 +113,31 @@ class Options:
     quiet: Annotated[bool, _flag("--quiet", text="No live view.", group=_OUT)] = False
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command a flag for each field of Options; it is called with `options=Options(...)`."""
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
+def with_options(*chosen: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a flag for each field of Options, or for those `chosen`; it is called with `options`, one."""
     hints = get_type_hints(Options, include_extras=True)
-    names = [field.name for field in dataclasses.fields(Options)]
+    fields = [field for field in dataclasses.fields(Options) if not chosen or field.name in chosen]
     flags = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
-        for field in dataclasses.fields(Options)
+        for field in fields
     ]
 
-    @wraps(command)
-    def called(**given: Any) -> None:
-        options = Options(**{name: given.pop(name) for name in names})
-        command(**given, options=options)
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
 
-    shown = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    called.__signature__ = inspect.Signature(shown + flags)  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in shown + flags}
-    return called
+        @wraps(command)
+        def called(**given: Any) -> None:
+            options = Options(**{field.name: given.pop(field.name) for field in fields})
+            command(**given, options=options)
+
+        shown = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        called.__signature__ = inspect.Signature(shown + flags)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in shown + flags}
+        return called
+
+    return decorated
 
 
 def seconds(text: str, flag: str) -> float:

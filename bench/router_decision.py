@@ -11,13 +11,8 @@ other work on the machine disturbs less. Of `--rounds` the one with the lowest p
 
 import argparse
 import gc
-import json
 import os
-import platform
 import random
-import shlex
-import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -26,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.provenance import report
 from bench.router_load import Population
 from engine.request import BlockRemoved, BlockStored, KvEventBatch
 from router.placer import Placer
@@ -159,13 +155,6 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in zip(("p50", "p90", "p99", "max"), found, strict=True)}
 
 
-def machine() -> dict[str, Any]:
-    """CPU and commit."""
-    names = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return {"cpu": names[0], "cores": len(names), "python": platform.python_version(), "commit": commit.stdout.strip()}
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,9 +177,7 @@ def main() -> None:
         best = min(rounds, key=lambda one: float(one["wall_ms"]["p99"]))
         kinds[kind] = best | {"all_p99_ms": [one["wall_ms"]["p99"] for one in rounds]}
     worse = max(kinds.values(), key=lambda one: float(one["wall_ms"]["p99"]))
-    report = {
-        "command": shlex.join(["python", "-m", "bench.router_decision", *sys.argv[1:]]),
-        **machine(),
+    found = {
         "policy": arguments.policy,
         "workers": arguments.workers,
         "decision_ms": worse["wall_ms"],  # of the slower kind of prompts
@@ -198,10 +185,10 @@ def main() -> None:
         "index": index,
         "removal_of_a_worker": remove_ms(placer),
     }
-    text = json.dumps(report, indent=2)
-    print(text)
+    text = report("bench.router_decision", found)
+    print(text, end="")
     if arguments.json is not None:
-        arguments.json.write_text(text + "\n")
+        arguments.json.write_text(text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The whole runs on a simulated clock in one process. Routers are `router.placer.Placer`, told of KV events, loads and
 ends with the delays of a network; workers have the engine's KV pool and order of prompts, and steps that take as long
-as those of an 8B Llama shape on an H200 (`bench.replay.timing`). Blocks have 512 tokens, as in Mooncake's traces.
+as those of an 8B Llama shape on an H200 (`planner.simulator.timing`). Blocks have 512 tokens, as in Mooncake's traces.
 `oracle` is a policy that sees all caches and queues at once and delays first tokens least.
 
 A rate is in requests per second and worker, so that ladders of clusters of different size compare. The trace is
@@ -11,9 +11,6 @@ apart. Hit rates count what was fetched from other workers; the table says how m
 """
 
 import argparse
-import json
-import shlex
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +20,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.errors import BenchError
-from bench.replay.cluster import ORACLE, Cluster
+from bench.provenance import report
 from bench.replay.report import add_distance, markdown, summarise
-from bench.replay.settings import Settings
-from bench.replay.traces import GENERATED, TRACES_VARIABLE, Trace, load_trace
-from bench.router_decision import machine
+from bench.replay.traces import GENERATED, TRACES_VARIABLE, load_trace
+from planner.simulator.cluster import ORACLE, Cluster
+from planner.simulator.demand import Trace
+from planner.simulator.settings import Settings
 from router.policies import POLICIES
 
 
@@ -137,16 +135,14 @@ def main() -> None:
 
 def _write(path: Path, trace: Trace, results: list[dict[str, Any]]) -> None:
     """What was found so far."""
-    report = {
-        "command": shlex.join(["python", "-m", "bench.router_replay", *sys.argv[1:]]),
-        **machine(),
+    found = {
         "trace": trace.name,
         "requests": len(trace.demands),
         "own_rate": trace.own_rate,
         "endless_hit_rate": trace.endless_hit_rate,
         "replays": results,
     }
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(report("bench.router_replay", found))
 
 
 if __name__ == "__main__":

@@ -32,13 +32,14 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._spare: OrderedDict[int, None] = OrderedDict()  # free likewise, but another worker has what they hold
         self._in_transfer: set[int] = set()
         self._events: list[KvEvent] = []
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now, cached ones included."""
-        return len(self._free)
+        return len(self._free) + len(self._spare)
 
     def generation(self, block_id: int) -> int:
         """How often the block was handed out."""
@@ -46,9 +47,9 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks with one reference each; forgets what they held. Raises OutOfBlocks."""
-        if count > len(self._free):
-            raise OutOfBlocks(f"{count} KV blocks asked for, {len(self._free)} of {self.num_blocks} are free")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} KV blocks asked for, {self.num_free} of {self.num_blocks} are free")
+        blocks = [self._next() for _ in range(count)]
         removed = []
         for block in blocks:
             self._references[block] = 1
@@ -60,6 +61,12 @@ class BlockPool:
         if removed:
             self._events.append(BlockRemoved(removed))
         return blocks
+
+    def _next(self) -> int:
+        """The block that is handed out next: one that holds nothing, a spare one, the least recently freed."""
+        if self._spare and (not self._free or self._hash_of[next(iter(self._free))] is not None):
+            return self._spare.popitem(last=False)[0]
+        return self._free.popitem(last=False)[0]
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether a block with that hash can be found."""
@@ -79,33 +86,51 @@ class BlockPool:
         blocks = [self._block_of[block_hash] for block_hash in hashes[: self.match(hashes)]]
         for block in blocks:
             if self._references[block] == 0:
-                del self._free[block]
+                del (self._spare if block in self._spare else self._free)[block]
             self._references[block] += 1
         return blocks
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Drops one reference of each. The last blocks are freed first, so that prefixes live longer than tails."""
+    def release(self, block_ids: Sequence[int], *, copied: bool = False) -> None:
+        """Drops one reference of each. The last blocks are freed first, so that prefixes live longer than tails.
+
+        `copied`: another worker has taken what they hold, and will use it there. Those that nobody else holds here are
+        handed out before any other that holds something: two copies that stay would drive out the only ones of others.
+        """
         for block in reversed(block_ids):
             if self._references[block] < 1:
                 raise AssertionError(f"block {block} is released more often than it was taken")
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._in_transfer.discard(block)
-                self._free[block] = None
-                if self._hash_of[block] is None:
+                (self._spare if copied else self._free)[block] = None
+                if not copied and self._hash_of[block] is None:
                     # Nothing worth keeping: the next to be handed out.
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Lets full, computed blocks be found. Where the hash is known already, the first block keeps it."""
-        stored = []
-        for block, block_hash in zip(block_ids, hashes, strict=True):
+    def publish(
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        *,
+        position: int = 0,
+        parent: bytes = b"",
+        root: bytes = b"",
+    ) -> None:
+        """Lets full, computed blocks be found. Where the hash is known already, the first block keeps it.
+
+        They are told with where they come in their prompt: see `BlockStored`.
+        """
+        run: list[bytes] = []  # stored one behind the other
+        for at, (block, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
             if self._hash_of[block] is None and block_hash not in self._block_of:
                 self._hash_of[block] = block_hash
                 self._block_of[block_hash] = block
-                stored.append(block_hash)
-        if stored:
-            self._events.append(BlockStored(stored))
+                if not run:
+                    before = hashes[at - 1] if at else parent
+                    self._events.append(BlockStored(run, position + at, before, root))
+                run.append(block_hash)
+            else:
+                run = []
 
     def mark_transfer(self, block_ids: Iterable[int]) -> None:
         """Counts these blocks under "transfer" until they are free: a peer may still write them."""
@@ -123,6 +148,8 @@ class BlockPool:
         """Forgets all cached content; blocks in use stay with their holders."""
         self._hash_of = [None] * self.num_blocks
         self._block_of.clear()
+        self._free.update(self._spare)
+        self._spare.clear()
         self._events.append(CacheCleared())
 
     def hashes(self) -> list[bytes]:
@@ -136,16 +163,17 @@ class BlockPool:
 
     def counts(self) -> dict[str, int]:
         """Blocks by state: free, cached (free but findable), active, transfer (a peer may write)."""
-        cached = sum(1 for block in self._free if self._hash_of[block] is not None)
-        held = self.num_blocks - len(self._free)
+        cached = sum(1 for block in (*self._free, *self._spare) if self._hash_of[block] is not None)
+        held = self.num_blocks - self.num_free
         transfer = len(self._in_transfer)
-        return {"free": len(self._free) - cached, "cached": cached, "active": held - transfer, "transfer": transfer}
+        return {"free": self.num_free - cached, "cached": cached, "active": held - transfer, "transfer": transfer}
 
     def check(self) -> None:
         """Raises AssertionError if the books do not balance."""
         for block, references in enumerate(self._references):
             assert references >= 0, f"block {block} has {references} references"
-            assert (references == 0) == (block in self._free), f"block {block} is free and held at once, or neither"
+            free = (block in self._free) + (block in self._spare)
+            assert free == (references == 0), f"block {block} is free and held at once, or neither, or free twice"
         assert all(self._hash_of[block] == block_hash for block_hash, block in self._block_of.items())
         assert sum(block_hash is not None for block_hash in self._hash_of) == len(self._block_of)
         assert all(self._references[block] > 0 for block in self._in_transfer)

@@ -21,8 +21,8 @@ from engine.attention.paged import PagedBackend
 from engine.kernels.signal import signal
 from engine.runner import Model, OnLayers, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Draw, Sampled, Sampler, best_tokens, draw_tokens, is_plain
-from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
+from engine.step import Entry
 from engine.step_graphs import StepGraphs
 
 _POLL = 1e-4  # seconds

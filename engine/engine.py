@@ -24,12 +24,13 @@ from engine.loaded import LoadedModel, load
 from engine.memory import DeviceMemory, DoesNotFit, host_memory, model_len, require_host_cache
 from engine.parallel.group import ALONE, RankError, rank_config
 from engine.parallel.lead import LeadingGroup
-from engine.parallel.messages import Build, Meet, Sleep, Wake
-from engine.request import KvEvent, Request, TokenLogprob, TokenOutput
+from engine.parallel.messages import Build, Sleep, Wake
+from engine.request import KvEvent, Request, TokenLogprob, TokenOutput, unfit
 from engine.runner import Computation, Model, OnLayers, Runner, StepResult, wants_prompt_logprobs
 from engine.sampler import Sampler
-from engine.scheduler import Entry, Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
+from engine.step import Entry, Step
 from engine.step_shapes import step_shapes
 from engine.weights.read import Progress
 
@@ -56,8 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1  # ranks, processes with a share of the model each; `kv_memory` and `threads` are of each
     threads: int | None = None  # None: leave torch's default
     dummy_seed: int | None = None  # random weights from this seed instead of the folder's
-    # Gives memory for a KV cache of (blocks, bytes of a block) on CPU, such as shared memory; None: it has none.
-    # Several ranks on CPU have theirs side by side in it, so it must be a file that others can open, `path`.
+    # Memory for a KV cache of (blocks, bytes of a block) on CPU, a file if other ranks share it; None: there is none.
     allocate: Callable[[int, int], KVMemory | None] | None = None
     kv_file: str | None = None  # for ranks other than 0: where that memory is
 
@@ -110,9 +110,10 @@ class Engine:
     `on_layers(layers, entries)` is called inside `step` as soon as the entries' KV of these layers is in the caches of
     all ranks; on a device, as soon as what is put on its current stream now comes behind it.
     `listen()` is called there until the next step is planned ahead: what it adds can still join that step.
+    `rather_fetch(tokens)`: see `Scheduler`.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, pool: BlockPool | None = None) -> None:
         model_config = loaded.config
         spec, num_blocks = cache_size(loaded, config)
         self.max_model_len = model_len(
@@ -127,20 +128,18 @@ class Engine:
         self.vocab_size = min(config.vocab_size or model_config.vocab_size, model_config.vocab_size)
         self.on_layers: OnLayers | None = None
         self.listen: Callable[[], None] = lambda: None
-        self._pool = BlockPool(num_blocks)
+        self.rather_fetch: Callable[[int], bool] = lambda tokens: False
+        self._pool = pool or BlockPool(num_blocks)
         self._scheduler = Scheduler(
             self._pool,
             block_size=config.block_size,
             max_batched_tokens=config.max_batched_tokens,
-            max_mixed_prefill_tokens=(
-                config.max_batched_tokens
-                if config.max_mixed_prefill_tokens is None
-                else config.max_mixed_prefill_tokens
-            ),
+            max_mixed_prefill_tokens=config.max_mixed_prefill_tokens or config.max_batched_tokens,
             max_running=config.max_running,
             max_model_len=self.max_model_len,
             max_overtaking=config.max_overtaking,
         )
+        self._scheduler.rather_fetch = lambda tokens: self.rather_fetch(tokens)
         self.asleep = False
         self._loaded = loaded
         self._config = config
@@ -177,7 +176,9 @@ class Engine:
             def make(sized: EngineConfig) -> Engine:
                 sized = with_shared_memory(loaded, sized)
                 with group.together(Build(sized.encoded())):
-                    return cls(loaded, sized)
+                    engine = cls(loaded, sized)
+                group.meet()  # a rank that clears its cache later would wipe out what peers have written by then
+                return engine
 
             return make(config) if config.device == "cpu" else cuda_start.start(loaded, config, make, on_stage)
         except BaseException:
@@ -195,7 +196,7 @@ class Engine:
         assert self._computation is not None, "the engine is asleep"
         return self._computation
 
-    def _make_runner(self) -> "Runner | CudaRunner":
+    def _make_runner(self) -> "Runner | CudaRunner | None":
         loaded, config = self._loaded, self._config
         kind = LayerKind(loaded.config.num_heads, loaded.config.head_dim**-0.5)
         model: Model = loaded.model
@@ -221,9 +222,10 @@ class Engine:
 
     # Requests
 
-    def add(self, request: Request, *, hold: bool = False) -> None:
+    def add(self, request: Request, *, hold: bool = False, elsewhere_tokens: int = 0) -> None:
         """Takes a request in. `hold`: after the first token its blocks stay until `release`.
 
+        `elsewhere_tokens`: leading ones that the KV service has, of which `rather_fetch` is asked when its turn comes.
         What cannot ever run ends with an output that says why. Raises ValueError for an id that is in use.
         """
         sequence = self._sequence(request, hold)
@@ -231,6 +233,7 @@ class Engine:
             sequence.finish("error", error)
             self._pending.append(sequence.output())
             return
+        sequence.elsewhere_blocks = elsewhere_tokens // sequence.block_size
         self._scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -244,13 +247,17 @@ class Engine:
 
         `prefix_tokens`: only for so many leading ones, as far as they fill blocks that may be shared; raises
         NothingToFetch if all of these are cached here. `hold` as for `add`.
-
         Raises ValueError for a request that cannot ever run; given to `add` it ends with an output that says why.
         """
         if (error := self._reason_against(request)) is not None:
             raise ValueError(error)
         sequence = self._sequence(request, hold)
-        if not self._scheduler.reserve(sequence, prefix_tokens):
+        return self.reserved(request.request_id) if self._scheduler.reserve(sequence, prefix_tokens) else None
+
+    def reserved(self, request_id: str) -> Reservation | None:
+        """The blocks of a reserved request, such as one of `Step.fetches`. None: it is not reserved (any more)."""
+        sequence = self._scheduler.sequences.get(request_id)
+        if sequence is None or sequence.state is not State.RESERVED:
             return None
         if self._runner is not None:
             self._runner.settle()
@@ -272,9 +279,12 @@ class Engine:
         self._pending.append(sequence.output(token_id, logprob))
         return True
 
-    def commit_prefix(self, request_id: str, num_blocks: int) -> bool:
-        """The KV of so many leading blocks has landed; what follows is computed here. False: not reserved."""
-        return self._scheduler.commit_prefix(request_id, num_blocks) is not None
+    def commit_prefix(self, request_id: str, num_blocks: int, *, from_tier: bool = False) -> bool:
+        """The KV of so many leading blocks has landed; what follows is computed here. False: not reserved.
+
+        `from_tier`: the KV service had them.
+        """
+        return self._scheduler.commit_prefix(request_id, num_blocks, from_tier=from_tier) is not None
 
     def recompute(self, request_id: str) -> bool:
         """Has a reserved request computed here; nobody writes into its blocks any more. False: not reserved."""
@@ -305,9 +315,9 @@ class Engine:
         sequence = self._scheduler.sequences.get(request_id)
         return list(sequence.block_ids) if sequence is not None and sequence.state is State.HELD else []
 
-    def release(self, request_id: str) -> None:
-        """Ends a held request: its KV is where it had to go."""
-        self._scheduler.release(request_id)
+    def release(self, request_id: str, *, copied: bool = False) -> None:
+        """Ends a held request: its KV is where it had to go. `copied`: see `BlockPool.release`."""
+        self._scheduler.release(request_id, copied=copied)
 
     # Sleep
 
@@ -432,6 +442,10 @@ class Engine:
         self._steps += 1
         return StepOutput(outputs, self._pool.drain_events(), step, time.monotonic() - started)
 
+    def limit_mixed_prefill(self, tokens: int | None) -> None:
+        """Prompt tokens that a step with decodes may hold from now on; None: what the budget leaves."""
+        self._scheduler.max_mixed_prefill_tokens = tokens or self._config.max_batched_tokens
+
     def _hook(self) -> OnLayers | None:
         if (hook := self.on_layers) is None or self._loaded.group.size == 1:
             return hook
@@ -444,8 +458,7 @@ class Engine:
         """The last call of `on_layers`, where ranks have to be waited for."""
         group = self._loaded.group
         if self.on_layers is not None and group.size > 1:
-            with group.together(Meet()):
-                group.meet()
+            group.meet()
             num_layers = self.kv_cache.spec.num_layers
             self.on_layers(range(num_layers - 1, num_layers), step.entries)
 
@@ -484,13 +497,4 @@ class Engine:
         """Why a request cannot run here."""
         if self.asleep:
             return "the engine is asleep"
-        sampling = request.sampling
-        length = len(request.prompt_token_ids) + len(request.output_token_ids)
-        if not request.prompt_token_ids:
-            return "the prompt is empty: send at least one token"
-        if length + bool(sampling.max_tokens) > self.max_model_len:
-            return f"{length} tokens leave no room in the {self.max_model_len} of model and KV pool: shorten the prompt"
-        ids = (*request.prompt_token_ids, *request.output_token_ids, *sampling.logit_bias)
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            return f"token ids must be between 0 and {self.vocab_size - 1}: found {min(ids)} to {max(ids)}"
-        return None
+        return unfit(request, self.max_model_len, self.vocab_size)

@@ -10,7 +10,7 @@ A sequence whose client has tokens already (it was preempted, or its worker died
 stalls is worse than one that starts late.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Protocol, TypeVar
 
 from engine.block_pool import BlockPool
@@ -46,7 +46,7 @@ class Prompt(Protocol):
     @property
     def num_cacheable_blocks(self) -> int: ...  # noqa: D102
 
-    def block_hash(self, block: int) -> bytes: ...  # noqa: D102
+    def full_hashes(self, num_blocks: int) -> Sequence[bytes]: ...  # noqa: D102
 
 
 P = TypeVar("P", bound=Prompt)
@@ -82,9 +82,10 @@ class PromptOrder:
             return sequence.num_uncomputed_tokens
         # A guess, since admission looks for itself: only at where the cached prefix ended when last looked.
         found, most = sequence.found_blocks, sequence.num_cacheable_blocks
-        while found < most and sequence.block_hash(found) in self._pool:
+        hashes = sequence.full_hashes(most)
+        while found < most and hashes[found] in self._pool:
             found += 1
-        while found and sequence.block_hash(found - 1) not in self._pool:
+        while found and hashes[found - 1] not in self._pool:
             found -= 1
         sequence.found_blocks = found
         return len(sequence.token_ids) - found * sequence.block_size

@@ -38,6 +38,10 @@ class Request(msgspec.Struct, kw_only=True):
     priority: int = 0  # lower runs first, then first come
     deadline: float = float("inf")  # time.monotonic() of this process
     cache_salt: str = ""
+    traceparent: str = ""  # W3C trace context
+    # Of the leading full blocks, where they are known by their hashes alone; then the tokens are zeros, and nothing may
+    # be computed of them.
+    block_hashes: list[bytes] = []
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -46,6 +50,15 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
+
+
+class Stage(msgspec.Struct, array_like=True, frozen=True):
+    """Something that a request spent time on before its first token."""
+
+    name: str  # queue, prefill or transfer
+    start: float  # seconds since the worker that decodes it got it
+    seconds: float
+    elsewhere: bool = False  # on the worker that computed the prompt for it
 
 
 class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
@@ -62,6 +75,7 @@ class TokenOutput(msgspec.Struct, array_like=True, kw_only=True):
     cached_tokens: int = 0  # prompt tokens that were not computed anywhere for this request
     error: str | None = None
     prefill_failed: bool = False  # the prefill worker did not deliver: the prompt was computed where it is decoded
+    stages: list[Stage] | None = None  # with the first output of the worker that decodes
 
 
 class TokenBatch(msgspec.Struct, array_like=True):
@@ -72,10 +86,24 @@ class TokenBatch(msgspec.Struct, array_like=True):
     outputs: list[TokenOutput]
 
 
+HOST = "host"
+TIERS = (HOST, "disk", "redis", "object")  # of the KV service, nearest first
+
+
 class BlockStored(msgspec.Struct, array_like=True, tag="stored", frozen=True):
-    """Blocks that can now be found by hash, parents first."""
+    """Blocks that can now be found by hash, parents first.
+
+    Of a worker they follow each other in one prompt, behind `position` blocks, the last of which has the hash `parent`.
+    `root`: what that prompt's chain of hashes begins with, one for each tenant. Both are empty where it is not told.
+    `tier`: of TIERS, the nearest in which the KV service has them now; it tells that again when they come nearer or go
+    further away. Empty: a worker has them.
+    """
 
     block_hashes: list[bytes]
+    position: int = 0
+    parent: bytes = b""
+    root: bytes = b""
+    tier: str = ""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="removed", frozen=True):
@@ -97,3 +125,17 @@ class KvEventBatch(msgspec.Struct, array_like=True):
     incarnation: str
     sequence: int
     events: list[KvEvent]
+
+
+def unfit(request: Request, max_model_len: int, vocab_size: int) -> str | None:
+    """Why a request can never run with a model of so many tokens of context and token ids; None: it can."""
+    sampling = request.sampling
+    length = len(request.prompt_token_ids) + len(request.output_token_ids)
+    if not request.prompt_token_ids:
+        return "the prompt is empty: send at least one token"
+    if length + bool(sampling.max_tokens) > max_model_len:
+        return f"{length} tokens leave no room in the {max_model_len} of model and KV pool: shorten the prompt"
+    ids = (*request.prompt_token_ids, *request.output_token_ids, *sampling.logit_bias)
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        return f"token ids must be between 0 and {vocab_size - 1}: found {min(ids)} to {max(ids)}"
+    return None

@@ -10,8 +10,8 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionContext, Span
 from engine.request import TokenLogprob
 from engine.sampler import Sampled, Sampler, SamplerRow
-from engine.scheduler import Entry
 from engine.sequence import Sequence as Sequence_
+from engine.step import Entry
 
 if TYPE_CHECKING:
     from engine.step_graphs import StepGraphs

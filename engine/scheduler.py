@@ -4,60 +4,19 @@ Prefill and decode are the same thing here: "compute the next n tokens of this s
 catch up with its tokens; then one more is sampled. A step has one token budget. Decodes come first, one token each, so
 that a long prompt stalls nobody. Prompts share what is left, in chunks, those that wait for admission and those under
 way alike; `engine.prompt_order` says who is next. When blocks run out, the running sequence with the weakest claim
-(priority, then arrival) gives its blocks back and is computed again later.
+(priority, then arrival) gives its blocks back. Later it is computed again, or what it had is fetched (`rather_fetch`).
 """
 
 import bisect
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 
 from engine.block_pool import BlockPool
 from engine.prompt_order import WINDOW, PromptOrder
 from engine.request import FinishReason
 from engine.sequence import Sequence, State
-
-
-@dataclass(slots=True)
-class Entry:
-    """Compute tokens [start, start + num_tokens) of one sequence."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    blocks: list[int] = field(init=False, compare=False)  # the sequence's own list, in which they are computed
-
-    def __post_init__(self) -> None:
-        """Looks at what the sequence has now."""
-        self.blocks = self.sequence.block_ids
-
-    @property
-    def stands(self) -> bool:
-        """Whether the sequence has its blocks still: it has neither ended since, nor been preempted."""
-        return self.sequence.block_ids is self.blocks
-
-    @property
-    def end(self) -> int:
-        """First token not computed by this entry."""
-        return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the sequence's last token is computed, so that the next can be sampled. Changes once it is."""
-        return self.end == len(self.sequence.token_ids)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one step computes, decodes first, and which sequences ended without computing."""
-
-    entries: list[Entry] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute."""
-        return sum(entry.num_tokens for entry in self.entries)
+from engine.step import Entry, Step
 
 
 class NothingToFetch(ValueError):
@@ -68,6 +27,8 @@ class Scheduler:
     """Continuous batching over one block pool.
 
     `max_mixed_prefill_tokens`: prompt tokens that a step with decodes may hold, so that these go on at their pace.
+    `rather_fetch(tokens)` says, when the turn of a sequence has come that the KV service may have, whether so many of
+    its tokens had better be fetched than computed; if so it is reserved, and `Step.fetches` asks for them.
     """
 
     def __init__(
@@ -92,6 +53,9 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._ended: list[Sequence] = []  # ended outside of complete(); told with the next step
         self._order = PromptOrder(pool, max_overtaking)
+        self.rather_fetch: Callable[[int], bool] = lambda tokens: False
+        self._to_fetch: list[Sequence] = []  # reserved since the last step
+        self._preempted: Counter[str] = Counter()  # what came of preempted sequences, since the last step
         self._foreseen: list[Entry] = []  # of the next step
         self._stalled_at = -1  # free blocks when the last step found nothing to compute: it takes more to go on
 
@@ -107,7 +71,7 @@ class Scheduler:
 
     def has_work(self, now: float | None = None) -> bool:
         """Whether a step would do something. False while all depends on blocks that peers hold."""
-        if self._ended:
+        if self._ended or self._to_fetch:
             return True
         if not (self._running or self._waiting):
             return False
@@ -156,10 +120,8 @@ class Scheduler:
             needed = min(prefix_tokens // self.block_size, sequence.num_cacheable_blocks) - cached
             if needed < 1:
                 raise NothingToFetch(f"nothing is missing behind {cached * self.block_size} cached tokens")
-        self._take(sequence, cached, needed)
-        sequence.state = State.RESERVED
+        self._reserve(sequence, cached, needed)
         self.sequences[sequence.request_id] = sequence
-        self.pool.mark_transfer(sequence.block_ids[cached:])
         return True
 
     def commit(self, request_id: str, first_token: int) -> Sequence | None:
@@ -177,19 +139,23 @@ class Scheduler:
         self._append(sequence, first_token)
         return sequence
 
-    def commit_prefix(self, request_id: str, num_blocks: int) -> Sequence | None:
+    def commit_prefix(self, request_id: str, num_blocks: int, *, from_tier: bool = False) -> Sequence | None:
         """The KV of so many leading blocks of a reserved sequence has landed: the sequence joins the batch as a prompt.
 
-        None if it is not reserved (any more).
+        None if it is not reserved (any more). `from_tier`: the KV service had them.
         """
         sequence = self.sequences.get(request_id)
         if sequence is None or sequence.state is not State.RESERVED:
             return None
         self.pool.unmark_transfer(sequence.block_ids)
-        cached = sequence.num_cached_tokens or 0
         sequence.num_computed_tokens = num_blocks * self.block_size
-        sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-        sequence.num_fetched_tokens = sequence.num_cached_tokens - cached
+        if sequence.preempted:
+            self._goes_on_after(sequence, "swapped")
+        else:
+            cached = sequence.num_cached_tokens or 0
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            sequence.num_fetched_tokens = sequence.num_cached_tokens - cached
+            sequence.fetched_from_tier = from_tier
         self._publish(sequence)
         self._run(sequence)
         return sequence
@@ -235,10 +201,11 @@ class Scheduler:
             self.sequences[sequence.request_id] = sequence
         return cached * self.block_size
 
-    def release(self, request_id: str) -> None:
-        """Ends a held sequence: its blocks are wherever they had to go."""
+    def release(self, request_id: str, *, copied: bool = False) -> None:
+        """Ends a held sequence: its blocks are wherever they had to go. `copied`: see `BlockPool.release`."""
         sequence = self.sequences.get(request_id)
         if sequence is not None and sequence.state is State.HELD:
+            self._free(sequence, copied=copied)
             self._end(sequence, "stop")
             self._ended.remove(sequence)
 
@@ -260,9 +227,11 @@ class Scheduler:
             entries = self._decodes((), self.max_batched_tokens)
             entries += self._chunks(self._prompt_budget(entries), {})
         entries = [entry for entry in entries if entry.stands]  # not preempted for one that comes after it
-        ended, self._ended = self._ended, []
-        self._stalled_at = -1 if entries or ended else self.pool.num_free
-        return Step(entries, ended)
+        fetches = [sequence.so_far() for sequence in self._to_fetch if sequence.state is State.RESERVED]
+        step = Step(entries, self._ended, fetches, self._preempted)
+        self._ended, self._to_fetch, self._preempted = [], [], Counter()
+        self._stalled_at = -1 if entries or step.ended else self.pool.num_free
+        return step
 
     def foresee(self, step: Step) -> list[Entry]:
         """The entries of the step after `step`, before the tokens that it samples are known; none if blocks are scarce.
@@ -348,8 +317,9 @@ class Scheduler:
                 start = after.get(sequence, sequence.num_computed_tokens)
                 entry = self._continue(sequence, start, min(len(sequence.token_ids) - start, budget))
             elif len(self._running) < room and (entry := self._admit(sequence, budget)) is None:
-                room = 0
+                room = room - 1 if sequence.state is State.RESERVED else 0
             if entry is not None:
+                sequence.begun_at = sequence.begun_at or time.monotonic()
                 entries.append(entry)
                 budget -= entry.num_tokens
         self._order.book(prompts, {entry.sequence: entry.num_tokens for entry in entries})
@@ -367,21 +337,42 @@ class Scheduler:
         return not sequence.hold and not long
 
     def _admit(self, sequence: Sequence, budget: int) -> Entry | None:
-        """Moves a waiting sequence into the batch; None if there is no room for its first chunk."""
-        cached, _ = self._match(sequence, len(sequence.token_ids))
+        """Moves a waiting sequence into the batch; None if there is no room for its first chunk.
+
+        Or for all its tokens, if it has some fetched: then it is reserved, which is None, too.
+        """
+        cached, needed = self._match(sequence, len(sequence.token_ids))
         start = cached * self.block_size
         count = min(len(sequence.token_ids) - start, budget)
-        needed = self._blocks_for(start + count) - cached
+        fetched = self._better_fetched(sequence, cached)
+        if not fetched:
+            needed = self._blocks_for(start + count) - cached
         spare = self._free_besides(sequence, cached) - len(self._running)
         if spare < needed + self._owed(sequence, self._prompts_under_way({})):
             if not self._running and not self._others_hold_blocks(sequence):
                 self._end_too_long(sequence)  # alone and still no room: it never fits
             return None
         self._waiting.remove(sequence)
+        sequence.elsewhere_blocks = 0  # once is enough
+        if fetched:
+            self._reserve(sequence, cached, fetched)
+            self._to_fetch.append(sequence)
+            return None
         self._take(sequence, cached, needed)
         sequence.num_computed_tokens = start
+        if sequence.preempted:
+            self._goes_on_after(sequence, "recomputed")
         self._run(sequence)
         return Entry(sequence, start, count)
+
+    def _better_fetched(self, sequence: Sequence, cached: int) -> int:
+        """How many blocks behind its cached ones a waiting sequence had better have fetched."""
+        missing = min(sequence.elsewhere_blocks, sequence.num_cacheable_blocks) - cached
+        return missing if missing > 0 and self.rather_fetch(missing * self.block_size) else 0
+
+    def _goes_on_after(self, sequence: Sequence, outcome: str) -> None:
+        sequence.preempted = False
+        self._preempted[outcome] += 1
 
     def _owed(self, sequence: Sequence, prompts: list[Sequence]) -> int:
         """Blocks that those of the prompts whose claim is better than the sequence's lack for all their tokens."""
@@ -414,6 +405,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        sequence.preempted = True
+        sequence.elsewhere_blocks = max(sequence.elsewhere_blocks, sequence.num_published)
         self._running.remove(sequence)
         self._free(sequence)
         self._wait(sequence)
@@ -436,6 +429,11 @@ class Scheduler:
         """Free blocks that would be left after the cached prefix is taken."""
         return self.pool.num_free - self.pool.num_idle(sequence.hashes[:cached])
 
+    def _reserve(self, sequence: Sequence, cached: int, needed: int) -> None:
+        self._take(sequence, cached, needed)
+        sequence.state = State.RESERVED
+        self.pool.mark_transfer(sequence.block_ids[cached:])
+
     def _take(self, sequence: Sequence, cached: int, needed: int) -> None:
         sequence.block_ids = self.pool.acquire(sequence.hashes[:cached]) + self.pool.allocate(needed)
         sequence.num_published = cached
@@ -449,7 +447,11 @@ class Scheduler:
         full = sequence.num_computed_tokens // self.block_size
         if full > sequence.num_published:
             hashes = sequence.full_hashes(full)
-            self.pool.publish(sequence.block_ids[sequence.num_published : full], hashes[sequence.num_published :])
+            start = sequence.num_published
+            root = b"" if sequence.request.block_hashes else sequence.root  # by hashes alone the salt is not known
+            parent = hashes[start - 1] if start else root
+            blocks = sequence.block_ids[start:full]
+            self.pool.publish(blocks, hashes[start:], position=start, parent=parent, root=root)
             sequence.num_published = full
 
     def _append(self, sequence: Sequence, token: int) -> None:
@@ -476,13 +478,15 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence.state is State.WAITING:
             self._waiting.remove(sequence)
+        if sequence.preempted:
+            self._goes_on_after(sequence, "ended")
         self._free(sequence)
         sequence.finish(reason, error)
         self.sequences.pop(sequence.request_id, None)
         self._ended.append(sequence)
 
-    def _free(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.block_ids)
+    def _free(self, sequence: Sequence, *, copied: bool = False) -> None:
+        self.pool.release(sequence.block_ids, copied=copied)
         sequence.block_ids = []
         sequence.num_published = sequence.num_computed_tokens = 0
 

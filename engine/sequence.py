@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from engine.hashing import block_hashes
 from engine.request import FinishReason, Request, TokenLogprob, TokenOutput
 
@@ -34,7 +36,11 @@ class Sequence:
     num_published: int = 0  # leading blocks that can be found by hash
     num_cached_tokens: int | None = None  # prefix hit at first admission
     num_fetched_tokens: int = 0  # those of them that a peer had
+    fetched_from_tier: bool = False  # that peer was the KV service
+    preempted: bool = False  # it gave its blocks back, and has not gone on since
+    elsewhere_blocks: int = 0  # leading blocks that the KV service may have, to be fetched when its turn comes
     found_blocks: int = 0  # leading blocks that were cached when last looked for, while WAITING
+    begun_at: float = 0.0  # when its first prompt tokens became part of a step, time.monotonic()
     overtaken_tokens: int = 0  # of prompts with a weaker claim, computed while this one had to wait
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
@@ -43,6 +49,7 @@ class Sequence:
     def __post_init__(self) -> None:
         """Output tokens of an earlier attempt are computed like a prompt."""
         self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
+        self.hashes = list(self.request.block_hashes)
 
     @property
     def request_id(self) -> str:
@@ -87,11 +94,9 @@ class Sequence:
             self.hashes += block_hashes(tokens, self.block_size, self.hashes[-1] if self.hashes else self.root)
         return self.hashes[:num_blocks]
 
-    def block_hash(self, block: int) -> bytes:
-        """Hash of one full block."""
-        if len(self.hashes) <= block:
-            self.full_hashes(block + 1)
-        return self.hashes[block]
+    def so_far(self) -> Request:
+        """The request with all tokens that are there of its answer."""
+        return msgspec.structs.replace(self.request, output_token_ids=self.token_ids[self.num_prompt_tokens :])
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends the sequence; blocks are the scheduler's to free."""

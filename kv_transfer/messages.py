@@ -12,12 +12,16 @@ FETCH = "/fetch"  # ends the ids of fetches, and no id of a request: who holds a
 
 
 class PrefixSource(msgspec.Struct, frozen=True):
-    """A worker in whose cache the first `tokens` of a prompt are believed to be."""
+    """A worker in whose cache the first `tokens` of a prompt are believed to be, or the KV service.
+
+    `tier`: of `engine.request.TIERS`, what the KV service has no further away than there; empty: it is a worker.
+    """
 
     name: str
     incarnation: str
     address: str  # host:port
     tokens: int
+    tier: str = ""
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
@@ -28,6 +32,8 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     Bytes are taken from `connector`, until the writer asks for a switch.
 
     `cached_only`: a fetch. Nothing is computed; the writer sends as many leading blocks as it has cached, or refuses.
+    Its request may name the blocks by `block_hashes`, if both sides lay them out alike. The KV service looks no further
+    than in `tier`; empty: in all.
     `source`: where the writer may fetch leading blocks itself, before it computes.
     """
 
@@ -40,6 +46,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     connector: str = ""
     cached_only: bool = False
     source: PrefixSource | None = None
+    tier: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -90,12 +97,17 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """Sender to receiver: the first token, usually before the last byte of KV."""
+    """Sender to receiver: the first token, usually before the last byte of KV.
+
+    The prompt waited for `queue_seconds` after the order and was computed in `prefill_seconds` then.
+    """
 
     transfer_id: str
     token_id: int
     logprob: TokenLogprob | None
     cached_tokens: int
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -124,7 +136,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     Of a fetch perhaps of the leading ones alone: of no other was anything written.
 
     `num_bytes` were pushed in this turn, counting twice what went twice: so much must land before anything is compared.
-    `seconds_since_compute`: since the prompt's last layer was computed.
+    `seconds_since_compute`: since the prompt's last layer was computed. `tier`: the furthest that the KV service waited
+    for; empty: a worker sent it.
     """
 
     transfer_id: str
@@ -132,6 +145,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
     turn: int = 0
     seconds_since_compute: float = 0.0
+    tier: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ is copied. Else whole destination pages are packed, on the device of the source:
 of page, their own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,9 @@ from kv_transfer.references import BlockRef
 
 _PACKED_BYTES = 4 << 20  # what checksums are taken of at a time
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+SumsOf = Callable[[torch.Tensor, Sequence[int]], list[int]]  # as `page_sums`
 
 
 class PlanError(ValueError):
@@ -82,13 +85,19 @@ class TransferPlan:
                 source = packed.expand(-1, self.source.num_layers, -1, -1, -1)
                 yield Push(range(layer, layer + 1), source, range(len(wanted)), blocks[rank::ranks])
 
-    def checksums(self, pages: torch.Tensor, source_blocks: Sequence[int], order: Order) -> list[int]:
-        """`page_sums` of the pages that were ordered, once all layers of all tokens are there."""
+    def checksums(
+        self, pages: torch.Tensor, source_blocks: Sequence[int], order: Order, sums_of: SumsOf | None = None
+    ) -> list[int]:
+        """The sums of the pages that were ordered, once all layers of all tokens are there.
+
+        `sums_of` tells those of pages that go out as they are; others are packed once more.
+        """
         ranks, num_pages = self.destination.ranks, len(pages) // self.source.ranks
         source_blocks = source_blocks[: -(-order.num_tokens // self.source.block_size)]
         ordered = self._ordered(order, 0, order.num_tokens)
         if self.is_identity:
-            return page_sums(pages, [r * num_pages + source_blocks[block] for block in ordered for r in range(ranks)])
+            rows = [rank * num_pages + source_blocks[block] for block in ordered for rank in range(ranks)]
+            return (sums_of or page_sums)(pages, rows)
         at_once = max(1, _PACKED_BYTES // (ranks * self.destination.block_bytes))
         sums: list[int] = []
         for first in range(ordered.start, ordered.stop, at_once):

@@ -75,6 +75,7 @@ class SenderTransfer:
         self.order = order
         self.state = SenderState.PREFILLING
         self.turn = 0
+        self.tier = ""  # see `Done`
         self._switch: Switch | None = None
         self._lease_ends = now
         self._extend(order.lease_seconds, now)
@@ -92,6 +93,12 @@ class SenderTransfer:
     def closed(self) -> bool:
         """Whether nothing moves it any more."""
         return not SENDER[self.state]
+
+    @property
+    def moved(self) -> bool:
+        """Whether another worker has what was cached here, and will use it there; the KV service only keeps it."""
+        fetch = self.order.cached_only and not self.order.request.block_hashes
+        return fetch and self.state is SenderState.COMMITTED
 
     def start(self, now: float) -> list[SenderAction]:
         """Accepts the order."""
@@ -119,11 +126,18 @@ class SenderTransfer:
                 return self._stop(None)
         return []
 
-    def first_token(self, token_id: int, logprob: TokenLogprob | None, cached_tokens: int) -> list[SenderAction]:
+    def first_token(
+        self,
+        token_id: int,
+        logprob: TokenLogprob | None,
+        cached_tokens: int,
+        queue_seconds: float = 0.0,
+        prefill_seconds: float = 0.0,
+    ) -> list[SenderAction]:
         """The prompt is computed and the first token sampled."""
         if self.state not in (SenderState.PREFILLING, SenderState.SWITCHING):
             return []
-        self._first = FirstToken(self.transfer_id, token_id, logprob, cached_tokens)
+        self._first = FirstToken(self.transfer_id, token_id, logprob, cached_tokens, queue_seconds, prefill_seconds)
         return [Reply(self._first)]
 
     def progress(self, num_bytes: int, layers: int) -> list[SenderAction]:
@@ -138,7 +152,7 @@ class SenderTransfer:
         """The last byte is out."""
         if not self._move(SenderEvent.PUSHED):
             return []
-        self._done = Done(self.transfer_id, checksums, num_bytes, self.turn, seconds_since_compute)
+        self._done = Done(self.transfer_id, checksums, num_bytes, self.turn, seconds_since_compute, self.tier)
         self._resend_at = now + self.order.lease_seconds / 3
         return [Reply(self._done)]
 

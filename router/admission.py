@@ -26,6 +26,7 @@ class Shed(Enum):
     FULL = "queue full"
     LATE = "deadline"
     SLOW = "slo"
+    EXCESS = "planner"
 
 
 class Refused(Exception):

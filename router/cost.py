@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from router.fetch import MOVED
 from router.fleet import NUM_TPOT, NUM_TTFT
 from router.snapshot import Ask, Snapshot
 
 _RATE = 10_000.0  # tokens per second that a worker computes, as long as none has measured
 _WAIT, _OWN, _FETCH, _BLOCKED = 1, 2, 3, 4  # places of coefficients
-_MOVED = 4.0  # times as fast KV is moved, as long as that is not measured
 
 _BEHIND = 0.25  # worth of a second for which prompts behind this one wait
 _STREAM = 0.5  # worth of a second that an answer takes longer
@@ -59,24 +59,24 @@ class Features:
     wait: Floats  # for prompts that are queued there
     own: Floats  # to compute this one
     fetch: Floats  # to get what another worker has
+    regret: Floats  # to compute once more what goes for the prompt
     transfer: Floats  # to get the KV of the prompt from the worker that computes it, if that is another one
     blocked: Floats  # requests that wait for KV blocks
     requests: Floats  # with this one
     kept: Floats  # tokens, with this prompt
 
-    def computing(self) -> Floats:
-        """Of the TTFT where the prompt is computed and decoded, `[n, NUM_TTFT]`."""
-        return np.stack([np.ones_like(self.wait), self.wait, self.own, self.fetch, self.blocked], axis=1)
+    def computing(self, at: int) -> tuple[float, ...]:
+        """Of the TTFT of one worker that computes the prompt and decodes, NUM_TTFT."""
+        return 1.0, float(self.wait[at]), float(self.own[at]), float(self.fetch[at]), float(self.blocked[at])
 
-    def receiving(self) -> Floats:
-        """Of the TTFT's part that the decode worker adds where another one computes, `[n, NUM_TTFT]`."""
-        zero = np.zeros_like(self.wait)
-        return np.stack([np.ones_like(zero), zero, zero, self.transfer, self.blocked], axis=1)
+    def receiving(self, at: int) -> tuple[float, ...]:
+        """Of the TTFT's part that the decode worker adds where another one computes, NUM_TTFT."""
+        return 1.0, 0.0, 0.0, float(self.transfer[at]), float(self.blocked[at])
 
-    def decoding(self, *, local: bool) -> Floats:
-        """Of the TPOT, `[n, NUM_TPOT]`. `local`: the prompt is computed there, too."""
-        prompts = self.wait + self.own if local else self.wait
-        return np.stack([np.ones_like(prompts), self.requests, self.kept, prompts], axis=1)
+    def decoding(self, at: int, *, local: bool) -> tuple[float, ...]:
+        """Of the TPOT, NUM_TPOT. `local`: the prompt is computed there, too."""
+        prompts = float(self.wait[at] + self.own[at]) if local else float(self.wait[at])
+        return 1.0, float(self.requests[at]), float(self.kept[at]), prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +94,27 @@ def features(ask: Ask, workers: Snapshot, awaits: NDArray[np.bool_] | bool = Tru
     """Of giving the request to each of the workers. `awaits`, `[n]`: whether what is expected there will be computed
     there, and so is in the queue."""
     table = workers.table
-    rate = _mean(table["prefill_rate"], _RATE)
-    moved = _mean(table["fetch_rate"], _MOVED * rate)
+    # The fleet's: one worker's varies with the prompts that it had, and that it is slow its coefficients tell.
+    rate = _RATE if math.isnan(workers.prefill_rate) else workers.prefill_rate
+    peers = workers.fetch_rates[0]
+    moved = MOVED * rate if math.isnan(peers) else peers
     missing = ask.uncached(workers.cached_tokens)
-    coming = ask.uncached(workers.expected_tokens) / rate
-    fetch, own = workers.fetchable_tokens / moved, (missing - workers.fetchable_tokens) / rate
+    unexpected = ask.uncached(workers.expected_tokens)
+    coming = unexpected / rate
+    rates = np.where(np.isnan(workers.fetch_rates), moved, workers.fetch_rates)
+    fetch = workers.fetchable_tokens / rates[workers.tiers]
+    own = (missing - workers.fetchable_tokens) / rate
     sooner = (coming <= own + fetch) & awaits
     return Features(
         wait=workers.queued_tokens / rate,
         own=np.where(sooner, coming, own),
         fetch=np.where(sooner, 0.0, fetch),
-        transfer=ask.uncached(workers.expected_tokens) / moved,
+        regret=table["regret"] * unexpected / rate,
+        transfer=unexpected / moved,
         blocked=table["waiting_for_blocks"].astype(np.float64),
         requests=table["requests"] + 1.0,
         kept=table["decode_tokens"] + ask.prompt_tokens,
     )
-
-
-def _mean(rates: Floats, prior: float) -> float:
-    """Of those measured. One worker's varies with the prompts that it had; that it is slow its coefficients tell."""
-    measured = rates[rates > 0]
-    return float(measured.mean()) if len(measured) else prior
 
 
 class Costs(NamedTuple):
@@ -141,12 +141,12 @@ def _computed(of: Floats, there: Features) -> tuple[Floats, Floats]:
     fixed = of[0] + of[_FETCH] * there.fetch + of[_BLOCKED] * there.blocked
     work = of[_OWN] * there.own
     queued = of[_OWN] * there.wait
-    return fixed + of[_WAIT] * there.wait + work, fixed + queued + (1.0 + _BEHIND) * work
+    later = _BEHIND * work + (1.0 + _BEHIND) * of[_OWN] * there.regret
+    return fixed + of[_WAIT] * there.wait + work, fixed + queued + work + later
 
 
-def _missed(predicted: Floats, objective: float) -> Floats:
-    missed: Floats = np.where(predicted > objective, _MISSED, 0.0)
-    return missed
+def _missed(predicted: Floats, objective: float) -> Floats | float:
+    return 0.0 if math.isinf(objective) else np.where(predicted > objective, _MISSED, 0.0)
 
 
 def decode_costs(ask: Ask, workers: Snapshot, objectives: Objectives, elsewhere: Elsewhere) -> Costs:
@@ -163,29 +163,45 @@ def decode_costs(ask: Ask, workers: Snapshot, objectives: Objectives, elsewhere:
     streams = min(ask.max_tokens, _OUTPUT) * _STREAM
     tpot_remote = per[0] + per[1] * there.requests + per[2] * there.kept + per[3] * there.wait
     tpot_here = tpot_remote + per[3] * there.own
+    # The answers that run there take longer with this one: what fills up, fills up evenly, though no objective is met.
+    slowed = streams * table["requests"] * (per[1] + per[2] * ask.prompt_tokens)
     transfer = of[0] + of[_FETCH] * there.transfer + of[_BLOCKED] * there.blocked
     ttft_remote = elsewhere.ttft + transfer
-    cost_here = prompt_here + streams * tpot_here
+    cost_here = prompt_here + streams * tpot_here + slowed
     cost_here += _missed(here, objectives.ttft) + _missed(tpot_here, objectives.tpot)
-    cost_remote = elsewhere.cost + transfer + streams * tpot_remote
+    regret = (1.0 + _BEHIND) * of[_OWN] * there.regret
+    cost_remote = elsewhere.cost + transfer + regret + streams * tpot_remote + slowed
     cost_remote += _missed(ttft_remote, objectives.ttft) + _missed(tpot_remote, objectives.tpot)
     local = table["aggregated"] | (cost_here + (_LOCAL - 1.0) * prompt_here < cost_remote)
     return Costs(np.where(local, cost_here, cost_remote), np.where(local, here, ttft_remote), local)
 
 
+def alike(ask: Ask, workers: Snapshot, costs: Floats, tolerance: float) -> NDArray[np.intp]:
+    """The rows among which chance may decide, as predictions are not exact.
+
+    They cost no more than the share `tolerance` above the least, objectives aside, and of those that do they have the
+    fewest prompt tokens to compute first, within the same share of the prompt: so one that has it cached wins.
+    """
+    least = float(costs.min())
+    close = np.flatnonzero(costs <= least + tolerance * (least % _MISSED))
+    if len(close) == 1:
+        return close
+    tokens = workers.queued_tokens[close] + (1.0 + _BEHIND) * ask.uncached(workers.expected_tokens[close])
+    fewest: NDArray[np.intp] = close[tokens <= tokens.min() + tolerance * ask.prompt_tokens]
+    return fewest
+
+
 def predict(ask: Ask, decode: Snapshot, prefill: Snapshot | None) -> Prediction:
     """Of a placement on the first worker of `decode`, the prompt computed by the first of `prefill`, if any."""
     there = features(ask, decode)
-    local = prefill is None
-    computing = there.computing() if prefill is None else features(ask, prefill).computing()
+    computing = (there if prefill is None else features(ask, prefill)).computing(0)
     coefficients = (decode if prefill is None else prefill).table["ttft"]
-    ttft = float(coefficients[0] @ computing[0])
+    ttft = float(coefficients[0] @ np.array(computing))
     receiving: tuple[float, ...] = ()
-    if not local:
-        received = there.receiving()[0]
-        ttft += float(decode.table["ttft"][0] @ received)
-        receiving = tuple(received.tolist())
-    decoding = there.decoding(local=local)[0]
-    tpot = float(decode.table["tpot"][0] @ decoding)
-    assert computing.shape[1] == NUM_TTFT and len(decoding) == NUM_TPOT
-    return Prediction(ttft, tpot, tuple(computing[0].tolist()), receiving, tuple(decoding.tolist()))
+    if prefill is not None:
+        receiving = there.receiving(0)
+        ttft += float(decode.table["ttft"][0] @ np.array(receiving))
+    decoding = there.decoding(0, local=prefill is None)
+    tpot = float(decode.table["tpot"][0] @ np.array(decoding))
+    assert len(computing) == NUM_TTFT and len(decoding) == NUM_TPOT
+    return Prediction(ttft, tpot, computing, receiving, decoding)

@@ -5,8 +5,10 @@ latest counts most. An outlier moves little: an error counts up to `_MOST_ERROR`
 between bounds, and uncertainty never exceeds that of the beginning, so that nothing winds up where one kind of request
 comes for long. Measurements that cannot be are refused.
 
-A worker of which nothing is known has the median of those of its role that are known. Most are alike, and chance must
-not send all to one of them: small differences from the median fade, large ones stay.
+A worker of which nothing is known has the median of those of its role and model that are known. Most are alike, and
+chance must not send all to one of them: small differences from the median fade, large ones stay as long as they are
+measured. Who seems slow gets no requests that could show otherwise; so what was not measured for some time fades, too,
+and is uncertain then.
 """
 
 import math
@@ -25,6 +27,7 @@ _LEAST_SECONDS = 1e-3  # a prediction below counts as so much
 _MOST_SECONDS = 3600.0  # more was not measured but made up
 _ALIKE = 0.5  # a worker whose coefficient is within so much of the median is believed to be like the others
 _ALIKE_SECONDS = 5.0  # in which it comes nearer to it by two thirds
+_STALE_SECONDS = 5.0  # without a measurement: then large differences fade as well
 _LEAST_GAPS = 4  # between tokens: of fewer a rate says little
 _BOUND = 100.0  # coefficients stay between 0 and so many times the prior
 
@@ -99,9 +102,11 @@ class _Squares:
         self._fleet = fleet
         self._prior = prior
         self._most = _BOUND * prior
-        self._start = np.diag(prior**2)  # variances: each may as well be half as much or twice
+        self._variances = prior**2  # each may as well be half as much or twice
+        self._start = np.diag(self._variances)
         self._covariance = np.zeros((0, len(prior), len(prior)))
         self._known = np.zeros(0, np.int64)  # measurements
+        self._quiet = np.zeros(0)  # seconds since the latest one
         self._fit()
 
     def learn(self, parts: list[tuple[int, tuple[float, ...]]], seconds: float) -> None:
@@ -116,34 +121,43 @@ class _Squares:
             x, covariance = np.array(of) / scale, self._covariance[row]
             spread = covariance @ x
             gain = spread / (_MEMORY + x @ spread)
-            table[row] = np.clip(table[row] + gain * error, 0.0, self._most)
-            covariance -= np.outer(gain, spread)
+            table[row] = np.minimum(np.maximum(table[row] + gain * error, 0.0), self._most)
+            covariance -= gain[:, None] * spread
             covariance /= _MEMORY
-            wound = np.sqrt(np.minimum(1.0, np.diag(self._start) / np.maximum(np.diag(covariance), 1e-300)))
-            covariance *= np.outer(wound, wound)
+            wound = np.sqrt(np.minimum(1.0, self._variances / np.maximum(covariance.diagonal(), 1e-300)))
+            covariance *= wound[:, None] * wound
             self._known[row] += 1
+            self._quiet[row] = 0.0
 
     def forget(self, row: int) -> None:
         """As in the beginning."""
         self._fit()
-        self._covariance[row], self._known[row] = self._start, 0
+        self._covariance[row], self._known[row], self._quiet[row] = self._start, 0, 0.0
 
     def spread(self, seconds: float) -> None:
-        """To those that nothing is known of in whole; in `seconds`, in part to those that differ little from it."""
+        """The median: to those that nothing is known of in whole, and in `seconds` in part to those that differ little
+        from it or were not measured for some time."""
         self._fit()
+        self._quiet += seconds
         table, known = self._fleet.table, self._known > 0
         column = table[self._column]
         pull = 1.0 - math.exp(-seconds / _ALIKE_SECONDS)
-        for role in ("prefills", "decodes"):
-            members = table[role]
-            if (members & known).any():
-                median = np.median(column[members & known], axis=0)
+        stale = self._quiet > _STALE_SECONDS
+        for members in self._fleet.pools():
+            measured = column[members & known]
+            if len(measured):
+                measured.sort(axis=0)
+                median = (measured[(len(measured) - 1) // 2] + measured[len(measured) // 2]) / 2
                 away = column[members] - median
-                is_noise = np.abs(away) <= _ALIKE * np.maximum(median, self._prior)
-                column[members] -= np.where(known[members, None], pull * is_noise, 1.0) * away
+                fades = (np.abs(away) <= _ALIKE * np.maximum(median, self._prior)) | stale[members, None]
+                column[members] -= np.where(known[members, None], pull * fades, 1.0) * away
+        stale &= known
+        if stale.any():
+            self._covariance[stale] += pull * (self._start - self._covariance[stale])
 
     def _fit(self) -> None:
         """As long as the table."""
         if (more := len(self._fleet.table) - len(self._known)) > 0:
             self._covariance = np.concatenate([self._covariance, np.tile(self._start, (more, 1, 1))])
             self._known = np.concatenate([self._known, np.zeros(more, np.int64)])
+            self._quiet = np.concatenate([self._quiet, np.zeros(more)])

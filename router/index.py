@@ -90,6 +90,10 @@ class BlockIndex:
         bit = self._bits.get(row)
         return 0 if bit is None else len(self._hashes_of[bit])
 
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether anybody holds a block."""
+        return block_hash in self._holders
+
     def __len__(self) -> int:
         """Hashes known of anybody, and those that a removal has still to take away."""
         return len(self._holders)

@@ -15,7 +15,7 @@ _SHARE, _TIMES_SHARE = 0.2, 5.0  # attempts that failed: at least so many, and s
 _TIMED = 16.0  # attempts of a worker whose times are compared, and of at least one peer
 _TIMES_LATE = 4.0  # actual against predicted seconds to the first token: so many times the peers' median
 _OUT, _LONGEST_OUT = 30.0, 300.0  # seconds; doubled each time
-_MOST_OUT = 0.5  # of a role's workers
+_MOST_OUT = 0.5  # of the workers of a role and model
 _SEEN = np.dtype(
     [
         ("attempts", "f8"),  # that ended well or failed; fading
@@ -69,8 +69,8 @@ class Outliers:
         self._fade(now)
         table, out = self._fleet.table, self.out(now) | shut
         found = []
-        for role in ("prefills", "decodes"):
-            members = table["ready"] & table[role]
+        for pool in self._fleet.pools():
+            members = table["ready"] & pool
             room = int(_MOST_OUT * members.sum()) - int((members & out).sum())
             for reason, badness in (("faults", self._faults(members)), ("lateness", self._lateness(members))):
                 for row in np.argsort(-badness):

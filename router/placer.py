@@ -16,9 +16,10 @@ from router.health import Health
 from router.index import BlockIndex
 from router.policies import Draw, Overlap
 from router.policy import Decision, place
+from router.regret import Regret
 from router.reservations import Reservation, Reservations
 from router.saturation import has_room, kept_tokens
-from router.snapshot import Ask, Snapshot
+from router.snapshot import Ask, Snapshot, mean_rates
 
 _HISTORY = 120.0  # seconds for which the policy `history` remembers what it gave to whom, at least
 _HISTORY_BLOCKS = 1 << 20
@@ -30,7 +31,7 @@ class Placed:
 
     decision: Decision
     snapshot: Snapshot
-    source: int | None  # row
+    source: int | None  # row, which of a KV service says how far it is to look
 
 
 class Placer:
@@ -44,6 +45,7 @@ class Placer:
         fetch_tokens: int,
         overlap_weight: float = 1.0,
         overlap_temperature: float = 0.0,
+        prefix_tolerance: float = 0.05,
         objectives: Objectives = Objectives(),  # noqa: B008
         seed: int | None = None,
     ) -> None:
@@ -52,29 +54,39 @@ class Placer:
         self.reservations = Reservations(self.fleet)
         self.health = Health(self.fleet)
         self._fit = Fit(self.fleet)
+        self._regret = Regret(self.fleet, self.index)
         self._expected = ExpectedBlocks(_HISTORY, _HISTORY_BLOCKS) if policy == "history" else ExpectedBlocks()
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
         self._fetch_tokens = fetch_tokens
         self._overlap = Overlap(overlap_weight, overlap_temperature)
+        self._tolerance = prefix_tolerance
         self._objectives = objectives
         self._rng = np.random.default_rng(seed)
         self._decisions = 0
 
     def leave(self, worker: str) -> None:
         """Forgets a worker: its blocks, what was expected of it, its load."""
-        row = self.fleet.row(worker)
-        if row is not None:
+        rows = self.fleet.rows(worker)
+        for row in rows:
             self.index.remove(row)
             self._expected.remove(row)
             self.reservations.forget(row)
             self.health.forget(row)
             self._fit.forget(row)
+            self._regret.forget(row)
+        if rows:
             self.fleet.leave(worker)
+
+    def changed_role(self, row: int) -> None:
+        """A worker does other work from now on: how fast and how well it did the old says nothing of that."""
+        self.health.forget(row)
+        self._fit.forget(row)
 
     def told(self, row: int, events: Sequence[KvEvent]) -> None:
         """What a worker says of its cache. One that was cleared is not expected to hold what was on its way either."""
         self.index.apply(row, events)
+        self._regret.told(row, events)
         if any(isinstance(event, CacheCleared) for event in events):
             self._expected.remove(row)
 
@@ -99,7 +111,7 @@ class Placer:
         """
         numbered = [(self.fleet.layout(layout), hashes) for layout, hashes in chains]
         snapshot = self._snapshot(ask, numbered, excluded, now)
-        draw = Draw(self._rng, self._overlap, self._objectives)
+        draw = Draw(self._rng, self._overlap, self._tolerance, self._objectives)
         decision = place(ask, snapshot, policy=self._policy, local_prefill_tokens=self._local_prefill_tokens, draw=draw)
         source = source_for(decision.computing, snapshot)
         self._decisions += 1
@@ -118,6 +130,7 @@ class Placer:
         self.reservations.expire(now)
         self._expected.expire(now)
         self._fit.tick(now)
+        self._regret.tick()
 
     def learn(self, reservation: Reservation, measured: Measured) -> None:
         """An attempt that was booked so has ended well, its prompt computed where it was meant to be."""
@@ -129,6 +142,7 @@ class Placer:
     def _expect(self, rows: Collection[int], chains: list[tuple[int, Sequence[bytes]]], now: float) -> None:
         layouts = self.fleet.table["layout"]
         for layout, hashes in chains:
+            self._regret.asked(layout, hashes)
             if those := [row for row in rows if layouts[row] == layout]:
                 self._expected.expect(those, hashes, now)
 
@@ -152,8 +166,11 @@ class Placer:
         for _, hashes in chains:
             cached = np.maximum(cached, self.index.depths(hashes, len(table)))
             recalled = np.maximum(recalled, self._expected.depths(hashes, len(table)))
-        fetchable = fetchable_tokens(ask, table, cached, fetch_tokens=self._fetch_tokens)
-        return Snapshot(table, cached, recalled, self.reservations.queued(now), fetchable, self.health.apart)
+        fetchable, tiers = fetchable_tokens(ask, table, cached, fetch_tokens=self._fetch_tokens)
+        queued = self.reservations.queued(now)
+        peers = slice(None) if ask.model is None else table["model"] == ask.model
+        computed, fetched = (mean_rates(table[name][peers]) for name in ("prefill_rate", "fetch_rate"))
+        return Snapshot(table, cached, recalled, queued, fetchable, tiers, self.health.apart, float(computed), fetched)
 
     def _book(
         self,

@@ -6,7 +6,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from router.cost import NOWHERE, Elsewhere, Prediction, decode_costs, predict, prefill_costs
+from router.cost import NOWHERE, Elsewhere, Prediction, alike, decode_costs, predict, prefill_costs
 from router.policies import POLICIES, Draw
 from router.snapshot import Ask, Snapshot
 
@@ -28,6 +28,7 @@ class Choice:
 
     role: str  # column of router.fleet.WORKER: decodes or prefills
     candidates: int  # in all
+    equals: int  # among which chance decided
     rows: NDArray[np.intp]  # of the best, at most _TOLD, in the snapshot
     costs: NDArray[np.float64]
     workers: Snapshot  # these alone, as they were
@@ -87,7 +88,8 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     decode = decoding.winner
     # What is still on its way there would be computed once more.
     uncached = ask.uncached(snapshot.cached_tokens[decode])
-    chosen = f"{policy}: {snapshot.cached_blocks[decode]} blocks cached on the decode worker"
+    drawn = f", one of {decoding.equals} that are as good" if decoding.equals > 1 else ""
+    chosen = f"{policy}: {snapshot.cached_blocks[decode]} blocks cached on the decode worker{drawn}"
     if ask.local_prefill_only:
         return _decided(ask, Way.ASKED, f"{chosen}; local prefill asked for", decoding)
     if snapshot.table["aggregated"][decode]:
@@ -109,7 +111,8 @@ def place(ask: Ask, snapshot: Snapshot, *, policy: str, local_prefill_tokens: in
     ):
         reason = f"{chosen}; the best prefill worker would need {elsewhere.ttft:.3g} s"
         return _decided(ask, Way.SOONER, reason, decoding)
-    reason = f"{chosen}, {snapshot.cached_blocks[prefilling.winner]} on the prefill worker"
+    drawn = f", one of {prefilling.equals}" if prefilling.equals > 1 else ""
+    reason = f"{chosen}; {snapshot.cached_blocks[prefilling.winner]} on the prefill worker{drawn}"
     return _decided(ask, Way.REMOTE, reason, decoding, prefilling)
 
 
@@ -147,9 +150,9 @@ def _choose(
         return None
     workers = snapshot.take(rows)
     costs = POLICIES[policy](ask, workers, draw)
-    equals = np.flatnonzero(costs == costs.min())
+    equals = alike(ask, workers, costs, draw.tolerance) if policy == "prefix" else np.flatnonzero(costs == costs.min())
     winner = int(equals[draw.rng.integers(len(equals))])
-    best = np.argpartition(costs, _TOLD)[:_TOLD] if len(rows) > _TOLD else np.arange(len(rows))
-    others = [other for other in best[np.argsort(costs[best], kind="stable")].tolist() if other != winner]
+    least = np.argpartition(costs, _TOLD)[:_TOLD] if len(rows) > _TOLD else np.arange(len(rows))
+    others = [other for other in least[np.argsort(costs[least], kind="stable")].tolist() if other != winner]
     told = np.array([winner, *others][:_TOLD])
-    return Choice(role, len(rows), rows[told], costs[told], workers.take(told))
+    return Choice(role, len(rows), len(equals), rows[told], costs[told], workers.take(told))

@@ -1,9 +1,10 @@
 """Requests that wait until the cluster has room: who goes next, and how much goes before a newcomer.
 
 The lowest priority number goes first. Within a priority tenants share tokens by deficits: the tenant that got the
-fewest tokens goes next, which is deficit round robin with a quantum of one token. Of two tenants that wait all the
-time none is ahead by more than the largest request. A tenant that comes starts level with the one that is served, or
-with what it still owes; so neither idle time nor an empty queue in between gains anything.
+fewest tokens, divided by its weight, goes next, which is deficit round robin with a quantum of one token. Of two
+tenants of weight one that wait all the time none is ahead by more than the largest request. A tenant that comes starts
+level with the one that is served, or with what it still owes; so neither idle time nor an empty queue in between gains
+anything.
 
 Within a tenant each request has tokens that it may still let pass: at most `max_overtaking` times its own, less those
 of later requests that went before it, and no more than leaves it time until its deadline. The request with the fewest
@@ -24,6 +25,7 @@ class Waiting:
     """A request in the queue."""
 
     tenant: str
+    weight: float = 1.0  # tokens that the tenant gets, against others' 1
     priority: int
     tokens: int  # that it costs
     deadline: float  # monotonic seconds
@@ -87,7 +89,7 @@ class FairQueue(Generic[W]):
         self._length -= 1
         self.tokens -= waiting.tokens
 
-    def ahead(self, waiting: Waiting, now: float, rate: float) -> int:
+    def ahead(self, waiting: Waiting, now: float, rate: float) -> float:
         """Tokens that would go before this request, if it came in now and nobody after it."""
         before = sum(of.tokens for priority, of in self._classes.items() if priority < waiting.priority)
         of = self._classes.get(waiting.priority)
@@ -95,9 +97,9 @@ class FairQueue(Generic[W]):
             return before
         least = self._passes(waiting, now, rate)
         own = sum(each.tokens for each in of.tenants.get(waiting.tenant, ()) if self._passes(each, now, rate) <= least)
-        level = of.start(waiting.tenant) + own  # what its tenant has got when its turn comes
+        level = of.start(waiting.tenant) + own / waiting.weight  # what its tenant has got when its turn comes
         others = (
-            min(sum(each.tokens for each in theirs), max(0, level - of.served[tenant]))
+            min(sum(each.tokens for each in theirs), max(0.0, (level - of.served[tenant]) * theirs[0].weight))
             for tenant, theirs in of.tenants.items()
             if tenant != waiting.tenant
         )
@@ -120,17 +122,17 @@ class _Class(Generic[W]):
 
     def __init__(self) -> None:
         self.tenants: dict[str, list[W]] = {}
-        self.served: dict[str, int] = {}  # of tenants that wait or are ahead
-        self._level = 0  # of the tenant that was served last
+        self.served: dict[str, float] = {}  # tokens by weight, of tenants that wait or are ahead
+        self._level = 0.0  # of the tenant that was served last
 
     @property
     def tokens(self) -> int:
         """That wait."""
         return sum(each.tokens for waiting in self.tenants.values() for each in waiting)
 
-    def start(self, tenant: str) -> int:
-        """Tokens that count as served to a tenant, if it waits or came now."""
-        served = self.served.get(tenant, 0)
+    def start(self, tenant: str) -> float:
+        """Tokens by weight that count as served to a tenant, if it waits or came now."""
+        served = self.served.get(tenant, 0.0)
         return served if tenant in self.tenants else max(served, self._level)
 
     def add(self, waiting: W) -> None:
@@ -139,7 +141,7 @@ class _Class(Generic[W]):
 
     def pay(self, waiting: W) -> None:
         self._level = self.served[waiting.tenant]
-        self.served[waiting.tenant] += waiting.tokens
+        self.served[waiting.tenant] += waiting.tokens / waiting.weight
 
     def remove(self, waiting: W) -> None:
         self.tenants[waiting.tenant].remove(waiting)

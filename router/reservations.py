@@ -75,14 +75,15 @@ class Reservations:
             elif reservation.prefill == row:
                 self.reserve(*key, replace(reservation, prefill=None))
 
-    def queued(self, now: float, rows: slice = slice(None)) -> NDArray[np.float64]:
+    def queued(self, now: float) -> NDArray[np.float64]:
         """Prompt tokens that each worker has yet to compute, as predicted: it has worked at its rate since it was told.
 
         Nobody tells when a prompt is computed. Where the rate is not measured, all that is booked counts.
         """
-        table = self._fleet.table[rows]
-        worked = np.nan_to_num(table["prefill_rate"]) * np.maximum(0.0, now - table["queue_at"])
-        queued: NDArray[np.float64] = np.clip(table["queue"] - worked, 0.0, table["prefill_tokens"])
+        table = self._fleet.table
+        # The maximum of NaN and a number by `fmax` is the number.
+        worked = np.fmax(table["prefill_rate"], 0.0) * np.maximum(0.0, now - table["queue_at"])
+        queued: NDArray[np.float64] = np.minimum(np.maximum(table["queue"] - worked, 0.0), table["prefill_tokens"])
         return queued
 
     def __len__(self) -> int:
@@ -98,7 +99,10 @@ class Reservations:
             computing = reservation.prefill
             table["requests"][computing] += sign
         if sign > 0:
-            queued = self.queued(reservation.booked, slice(computing, computing + 1))[0]
+            # As `queued`, of one worker: numbers are quicker than arrays of one.
+            rate, since = table["prefill_rate"][computing], reservation.booked - table["queue_at"][computing]
+            worked = rate * max(0.0, since) if rate > 0 else 0.0
+            queued = min(max(table["queue"][computing] - worked, 0.0), table["prefill_tokens"][computing])
             table["queue"][computing] = queued + reservation.prefill_tokens
             table["queue_at"][computing] = reservation.booked
         table["prefill_tokens"][computing] += sign * reservation.prefill_tokens

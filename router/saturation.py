@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from router.snapshot import Ask
 
-_BUSY_SECONDS = 2.0  # of queued prompts: more would wait where nobody can order it, less might leave the worker idle
+BUSY_SECONDS = 2.0  # of queued prompts: more would wait where nobody can order it, less might leave the worker idle
 _UNMEASURED = 4096.0  # tokens per second of a worker that has not computed enough to tell
 _OUTPUT = 512  # tokens: most answers end before, whatever their clients allow
 
@@ -28,7 +28,7 @@ def has_room(ask: Ask, table: NDArray[np.void], queued_tokens: NDArray[np.float6
         return True
     free = (table["waiting_for_blocks"] == 0) & (table["free_tokens"] >= kept_tokens(ask))
     keeps = decodes & (free | (table["requests"] == 0))
-    quick = queued_tokens <= _BUSY_SECONDS * prefill_rates(table)
+    quick = queued_tokens <= BUSY_SECONDS * prefill_rates(table)
     prefills = ready & table["prefills"]
     if ask.local_prefill_only or not prefills.any():
         return bool((keeps & quick).any())

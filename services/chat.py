@@ -6,7 +6,8 @@ import json
 import sys
 import time
 import unicodedata
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,12 +31,15 @@ class Client:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+    def request(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> http.client.HTTPResponse:
+        """An answer of status 200. Raises ChatFailed for any other."""
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.netloc, timeout=600)
         try:
             data = None if body is None else json.dumps(body)
-            connection.request(method, self._url.path.rstrip("/") + path, data, self._headers)
+            connection.request(method, self._url.path.rstrip("/") + path, data, {**self._headers, **headers})
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise ChatFailed(f"{self._url.geturl()} does not answer ({error}); is `tandem up` running?") from error
@@ -46,13 +50,13 @@ class Client:
     def first_model(self) -> str:
         """Name of the first served model."""
         try:
-            return str(json.loads(self._request("GET", "/v1/models").read())["data"][0]["id"])
+            return str(json.loads(self.request("GET", "/v1/models").read())["data"][0]["id"])
         except (ValueError, LookupError, TypeError) as error:
             raise ChatFailed(f"{self._url.geturl()} serves no model that could answer") from error
 
     def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Chunks of a streamed answer."""
-        with self._request("POST", "/v1/chat/completions", body) as response:  # left early, it hangs up: the work stops
+        with self.request("POST", "/v1/chat/completions", body) as response:  # left early, it hangs up: the work stops
             try:
                 for raw in response:
                     line = raw.decode().strip()

@@ -2,14 +2,22 @@
 
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bench.cli import app as bench
+from bench.profile import profile
+from bench.simulate import simulate
+from services.cache import app as cache
+from services.certificates import certificates
 from services.explain import app as router_app
+from services.keys import app as keys
 from services.kv import app as kv
+from services.members import drain, flip, status, undrain
+from services.plan_explain import app as plan
+from services.serve import ConfigFile, serve
+from services.told import told
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -20,37 +28,71 @@ app = typer.Typer(
 
 
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
+app.add_typer(keys, name="keys")
 app.add_typer(kv, name="kv")
 app.add_typer(router_app, name="router")
+app.add_typer(plan, name="plan")
+for command in (certificates, simulate, profile, status, drain, undrain, flip):
+    app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
-class Role(StrEnum):
-    """What a process of the cluster does."""
+class Planning(StrEnum):
+    """What the planner does."""
 
-    gateway = "gateway"
-    router = "router"
-    prefill = "prefill"
-    decode = "decode"
-    aggregated = "aggregated"
+    off = "off"
+    advise = "advise"
+    act = "act"
 
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with settings; flags and TANDEM_* win.")]
+class RayStrategy(StrEnum):
+    """How Ray lays workers out over its nodes."""
+
+    spread = "spread"
+    pack = "pack"
 
 
 @app.command()
 def up(
+    context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help="Hugging Face folder, .gguf file, or smollm2.  [default: SmolLM2-135M-Instruct]")
+        list[str] | None,
+        typer.Option(
+            help="Hugging Face folder, .gguf file, or smollm2; repeatable, with a name, workers and settings of its "
+            "own as in qwen=./Qwen3-0.6B,decode=2,block_size=32.  [default: SmolLM2-135M-Instruct]",
+            metavar="[NAME=]MODEL",
+        ),
     ] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers.  [default: 1]")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.  [default: 1]")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers of each model.  [default: 1]")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers of each model.  [default: 1]")] = None,
     aggregated: Annotated[int, typer.Option(help="Workers that do both; then no others by default.")] = 0,
     routers: Annotated[int, typer.Option(help="Routers; requests are spread over them.")] = 1,
+    on: Annotated[
+        str, typer.Option(help="ray: run the workers on the Ray cluster of this machine; ray://HOST:10001: of another.")
+    ] = "",
+    ray_strategy: Annotated[
+        RayStrategy, typer.Option(help="Workers on many nodes, so that few are lost with one, or on few.")
+    ] = RayStrategy.spread,
     host: Annotated[str | None, typer.Option(help="Address of the HTTP port.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.  [default: 8000]")] = None,
+    api_keys_file: Annotated[
+        str | None, typer.Option(help="File of API keys, made by `tandem keys new`; none: no key is needed.")
+    ] = None,
+    open_to_all: Annotated[
+        bool | None, typer.Option("--open-to-all", help="Let a --host beyond this machine be used without API keys.")
+    ] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Port of metrics; 0: any.  [default: 8090, any if that is taken]")
+    ] = None,
     state: Annotated[
         str | None, typer.Option(help="redis://... of the cluster state; default: an embedded server.")
     ] = None,
+    tls_certificate: Annotated[
+        str | None, typer.Option(help="Certificate of the processes, for mutual TLS; see `tandem certificates`.")
+    ] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    tls_ca: Annotated[str | None, typer.Option(help="The CA that signs for processes of this cluster.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Events as JSON lines on stdout.")] = False,
     config: ConfigFile = None,
     prefill_setting: Annotated[
@@ -61,8 +103,46 @@ def up(
     ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.  [default: 16]")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks of each worker, instead of --kv-memory.")] = None,
+    planner: Annotated[
+        Planning | None,
+        typer.Option(help="Start the planner, which tells how many workers of which role are wanted, or sees to it."),
+    ] = None,
     kv_memory: Annotated[
         str | None, typer.Option(help="KV memory of each worker.  [default: 1GiB; on cuda: what is left]")
+    ] = None,
+    kv_memory_host: Annotated[
+        str | None,
+        typer.Option(
+            help="Start the KV service: it keeps in so much memory, as 4GiB, what workers' caches have no room "
+            "for, and any worker takes it from there where that is quicker than computing.  [default: none]"
+        ),
+    ] = None,
+    kv_disk: Annotated[
+        str | None,
+        typer.Option(
+            help="With --kv-memory-host: keep on disk, too, what it has no room for, and after a restart.  "
+            "[default: none]",
+            metavar="FOLDER:SIZE",
+        ),
+    ] = None,
+    kv_redis: Annotated[
+        str | None, typer.Option(help="Beneath that: a Redis, shared by clusters of one key.", metavar="URL")
+    ] = None,
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What goes first from host memory and disk: lru, lfu, arc, cost (long documents), or second_hit_lru, "
+            "second_hit_arc (the disk takes what comes a second time).  [default: lru]",
+            metavar="NAME",
+        ),
+    ] = None,
+    kv_tenant_share: Annotated[
+        float | None,
+        typer.Option(help="Share of them that one tenant may take while others want room.  [default: 1.0]"),
+    ] = None,
+    kv_s3: Annotated[
+        str | None,
+        typer.Option(help="Beneath that: an object store, as s3://BUCKET or http://HOST:PORT/BUCKET.", metavar="URL"),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, tokens.")] = None,
     max_batched_tokens: Annotated[
@@ -100,7 +180,7 @@ def up(
     ] = None,
     model_aliases: Annotated[
         str | None,
-        typer.Option(help="Other names of the model that requests may use, comma separated.", metavar="ALIAS=MODEL"),
+        typer.Option(help="Other names of models that requests may use, comma separated.", metavar="ALIAS=MODEL"),
     ] = None,
     policy: Annotated[
         str | None,
@@ -136,122 +216,39 @@ def up(
 
       tandem up --aggregated 1
 
+      tandem up --on ray --prefill 2 --decode 4
+
       tandem up --decode-setting block_size=64 --decode-setting kv_dtype=fp8
+
+      tandem up --model smollm2,aggregated=1 --model qwen=./Qwen3-0.6B,prefill=1,decode=2
     """
-    from services.config import config_file
+    from services.config import KINDS, config_file
     from services.embedded_state import StateServerError
     from services.logs import configure
+    from services.parts import UpOptions
     from services.prepare import StartFailed
     from services.process import run
-    from services.up import UpOptions
     from services.up import up as start
 
-    flags = dict(
-        model=model,
-        host=host,
-        port=port,
-        state=state,
-        block_size=block_size,
-        kv_blocks=kv_blocks,
-        kv_memory=kv_memory,
-        max_model_len=max_model_len,
-        max_batched_tokens=max_batched_tokens,
-        max_mixed_prefill_tokens=max_mixed_prefill_tokens,
-        max_overtaking=max_overtaking,
-        max_running=max_running,
-        threads=threads,
-        dtype=dtype,
-        quantization=quantization,
-        kv_dtype=kv_dtype,
-        device=device,
-        tensor_parallel=tensor_parallel,
-        dummy_seed=dummy_seed,
-        connector=connector,
-        model_aliases=model_aliases,
-        policy=policy,
-        local_prefill_tokens=local_prefill_tokens,
-        slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot,
-        fetch_tokens=fetch_tokens,
-        max_queue=max_queue,
-        log_level=log_level,
-    )
+    settings = {name for kind in KINDS for name in kind.__struct_fields__} - {"model"}
+    given = {name: value for name, value in context.params.items() if name in settings and value is not None}
     configure("warning", "console")  # the children speak for themselves
-    given = {name: value for name, value in flags.items() if value is not None}
     role_settings = {"prefill": prefill_setting or [], "decode": decode_setting or []}
-    options = UpOptions(prefill, decode, aggregated, routers, json, config or config_file(), given, role_settings)
-    with _told(StartFailed, StateServerError):
+    options = UpOptions(
+        prefill,
+        decode,
+        aggregated,
+        routers,
+        on=on,
+        ray_strategy=ray_strategy.value,
+        json=json,
+        config=config or config_file(),
+        flags=given,
+        role_settings=role_settings,
+        models=model or [],
+    )
+    with told(StartFailed, StateServerError):
         run(start(options))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve(
-    context: typer.Context,
-    role: Annotated[Role, typer.Argument(help="What this process does.")],
-    config: ConfigFile = None,
-) -> None:
-    """Run one process of a cluster. Every setting of the role is a flag, too; docs/configuration.md lists them.
-
-    Examples:
-
-      tandem serve router --state redis://127.0.0.1:6379/0
-
-      tandem serve decode --state redis://127.0.0.1:6379/0 --model ./Qwen3-0.6B --kv-memory 4GiB
-
-      TANDEM_STATE=redis://127.0.0.1:6379/0 TANDEM_MODEL=./Qwen3-0.6B tandem serve gateway --port 8000
-    """
-    from services.cluster_state import ModelMismatch
-    from services.config import ConfigError, GatewayConfig, RouterConfig, WorkerConfig, config_file, load, require
-    from services.logs import configure
-    from services.process import run
-
-    with _told(ModelMismatch):
-        flags = _flags(context.args)
-        config = config or config_file()
-        if role is Role.gateway:
-            gateway = load(GatewayConfig, flags, config)
-            require(gateway, "state", "model")
-            configure(gateway.log_level, gateway.log_format)
-            from services.gateway.serve import serve as serve_gateway
-
-            run(serve_gateway(gateway))
-        elif role is Role.router:
-            router = load(RouterConfig, flags, config)
-            require(router, "state")
-            configure(router.log_level, router.log_format)
-            from services.router.serve import serve as serve_router
-
-            run(serve_router(router))
-        else:
-            worker = load(WorkerConfig, flags | {"role": role.value}, config)
-            require(worker, "state", "model")
-            configure(worker.log_level, worker.log_format)
-            try:
-                from services.worker.serve import serve as serve_worker
-            except ModuleNotFoundError as error:
-                raise ConfigError(f"a worker needs {error.name}: pip install 'tandem-serve[worker]'") from error
-
-            run(serve_worker(worker))
-
-
-def _flags(arguments: list[str]) -> dict[str, str]:
-    """Settings of `--name value` and `--name=value`. Raises ConfigError."""
-    from services.config import ConfigError
-
-    flags: dict[str, str] = {}
-    rest = iter(arguments)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--"):
-            raise ConfigError(f"{argument!r} is not a flag: write --name value")
-        if name in ("cluster_key", "api_keys"):
-            raise ConfigError(f"{flag}: everybody on the machine can read flags; set TANDEM_{name.upper()} instead")
-        given = value if equals else next(rest, None)
-        if given is None:
-            raise ConfigError(f"{flag} has no value")
-        flags[name] = given
-    return flags
 
 
 @app.command()
@@ -271,7 +268,7 @@ def chat(
     """
     from services.chat import ChatFailed, chat_loop
 
-    with _told(ChatFailed):
+    with told(ChatFailed):
         chat_loop(url, model, system, max_tokens, temperature, api_key)
 
 
@@ -298,24 +295,58 @@ def sleep(
     from services.running import of_command
     from services.sleep import sleep as start
 
-    with _told():
+    with told():
         run(start(of_command(url), workers or [], drain, timeout))
 
 
 @app.command()
 def wake(workers: Workers = None, url: ClusterUrl = "") -> None:
-    """Have sleeping workers take their memory again and go on.
-
-    Example:
-
-      tandem wake
-    """
+    """Have sleeping workers take their memory again and go on."""
     from services.process import run
     from services.running import of_command
     from services.sleep import wake as start
 
-    with _told():
+    with told():
         run(start(of_command(url), workers or []))
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print tables once, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the state as JSON, and end.")] = False,
+    admin: Annotated[str, typer.Option(help="Address of the admin port; default: that of the cluster here.")] = "",
+    admin_key: Annotated[str, typer.Option(envvar="TANDEM_ADMIN_KEY", help="Key of the admin port.")] = "",
+    url: ClusterUrl = "",
+) -> None:
+    """Show workers, links, routers and latencies of a running cluster, as the console does.
+
+    Examples:
+
+      tandem top
+
+      tandem top --once
+    """
+    from services.admin_client import AdminClient
+    from services.config import ConfigError
+    from services.running import find
+    from services.top import picture
+
+    with told():
+        client = AdminClient(admin or find(url).admin, admin_key)
+        if json:
+            print(client.text().decode())
+        elif once:
+            from rich.console import Console
+
+            Console(highlight=False).print(picture(client.live()))
+        else:
+            client.live()  # what is wrong is told before the screen is taken
+            try:
+                from services.top_screen import Top
+            except ModuleNotFoundError as error:
+                what = "pip install 'tandem-serve[ui]', or give --once"
+                raise ConfigError(f"the screen needs {error.name}: {what}") from error
+            Top(client).run()
 
 
 @app.command()
@@ -332,33 +363,26 @@ def doctor(
 
 
 @app.command()
+def probe() -> None:
+    """Ask the process of this machine or container whether it is healthy; TANDEM_BIND and TANDEM_RPC_PORT say where.
+
+    Example, with status 0 if it is:
+
+      TANDEM_RPC_PORT=7000 tandem probe
+    """
+    from services.config import ClusterConfig, config_file, load
+    from services.probe import probe as ask
+
+    with told():
+        sys.exit(ask(load(ClusterConfig, {}, config_file())))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed
 
     print(installed("tandem-serve"))
-
-
-class _told:
-    """Ends the command with a message instead of a traceback for errors that a user can mend."""
-
-    def __init__(self, *errors: type[Exception]) -> None:
-        self._errors = errors
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        from engine.config import ModelError
-        from engine.memory import DoesNotFit
-        from services.config import ConfigError
-        from services.supervisor import EXIT_CONFIGURATION
-
-        configuration = isinstance(error, (ConfigError, ModelError, DoesNotFit, *self._errors))
-        # An OSError without number has a message of ours; others are for the maintainers.
-        if configuration or (isinstance(error, OSError) and error.errno is None):
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(EXIT_CONFIGURATION if configuration else 1)
 
 
 def main() -> None:

@@ -12,13 +12,11 @@ import random
 import time
 from collections.abc import Callable
 
-import redis.asyncio
-import redis.exceptions
 import structlog
 from google.protobuf.message import DecodeError
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from services.lease import Lease
+from services.redis_client import REDIS_ERRORS, redis_client
 from services.rpc import cluster_pb2
 
 log = structlog.get_logger()
@@ -27,25 +25,15 @@ LEASE_SECONDS = 2.5
 _BEAT_SECONDS = 0.5
 _STANDSTILL_SECONDS = 0.9 * LEASE_SECONDS  # between two beats
 _RESYNC_SECONDS = 1.0
-_TIMEOUT_SECONDS = 0.5  # of any one Redis operation
 _SILENCE_SECONDS = 5.0  # without any news: the connection may be dead
 _OLDEST_VERSION = 7
-_ROLES = ("gateway", "router", "prefill", "decode", "aggregated")
-REDIS_ERRORS = (redis.exceptions.RedisError, OSError, TimeoutError, asyncio.TimeoutError)
+_ROLES = ("gateway", "router", "prefill", "decode", "aggregated", "kv", "planner")
 
 Change = Callable[[str, cluster_pb2.Member], None]  # ("joined" | "updated" | "left", member)
 
 
-def redis_client(url: str, timeout: float = _TIMEOUT_SECONDS) -> redis.asyncio.Redis:
-    """A connection whose operations end within `timeout` seconds, by one of REDIS_ERRORS if they fail."""
-    # Retries inside the client would stretch an operation to many seconds; the loops of its users try again anyway.
-    return redis.asyncio.Redis.from_url(
-        url, socket_timeout=timeout, socket_connect_timeout=_TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0)
-    )
-
-
 class ModelMismatch(Exception):
-    """This worker serves another model than the cluster."""
+    """This worker has another model of a name than the cluster's other workers."""
 
 
 class ClusterState:
@@ -56,7 +44,8 @@ class ClusterState:
         self._listener = redis_client(url, _SILENCE_SECONDS)
         self._prefix = f"{cluster}:member:"
         self._channel = f"{cluster}:changes"
-        self._model_key = f"{cluster}:model"
+        self._model_keys = f"{cluster}:model:"
+        self._leases = f"{cluster}:lease:"
         self._view: dict[str, cluster_pb2.Member] = {}
         self._heard: dict[str, float] = {}  # when a member's last beat came, monotonic seconds
         self._patient_until = 0.0  # after a time without the store, members get this long to register again
@@ -100,8 +89,8 @@ class ClusterState:
         return [member for member in self._view.values() if not roles or member.role in roles]
 
     async def register(self, member: cluster_pb2.Member) -> None:
-        """Makes this process known and keeps it known. Raises ModelMismatch for a worker of another model."""
-        if member.HasField("model"):
+        """Makes this process known and keeps it known. Raises ModelMismatch for another model of a name."""
+        if _claims(member):
             await self._claim_model(member.model)
         self._own = member
         await self._beat()
@@ -111,6 +100,14 @@ class ClusterState:
         """Tells a change of the own member (load, draining) now rather than with the next beat."""
         with contextlib.suppress(*REDIS_ERRORS):
             await self._beat()
+
+    async def refresh(self) -> None:
+        """Takes in what the store says now, rather than a moment later. Raises one of REDIS_ERRORS."""
+        await self._resync()
+
+    def lease(self, what: str, holder: str, seconds: float) -> Lease:
+        """What one process of the cluster at a time may have or do; `holder` names this one."""
+        return Lease(self._redis, f"{self._leases}{what}", holder, seconds)
 
     async def close(self) -> None:
         """Says goodbye and disconnects, within a few seconds whatever the server does."""
@@ -135,15 +132,15 @@ class ClusterState:
     # Writing
 
     async def _claim_model(self, card: cluster_pb2.ModelCard) -> None:
-        """The first worker decides what model the cluster serves; its claim lives as long as any worker beats."""
-        mine = _identity(card)
+        """The first worker decides what a model's name stands for; its claim lives as long as any such worker beats."""
+        mine, key = _identity(card), self._model_keys + card.name
         lease = int(2 * LEASE_SECONDS * 1000)
-        await self._redis.set(self._model_key, mine, nx=True, px=lease)
-        claimed = await self._redis.get(self._model_key)
+        await self._redis.set(key, mine, nx=True, px=lease)
+        claimed = await self._redis.get(key)
         if isinstance(claimed, bytes) and claimed != mine:
             raise ModelMismatch(
                 f"this cluster serves {claimed.decode(errors='replace')}; this worker has {mine.decode()}. "
-                "Give it the same model, dtype and quantization, or another --cluster name"
+                "Give it the same model, dtype and quantization, another --model-name, or another --cluster name"
             )
 
     async def _beat(self) -> None:
@@ -151,8 +148,9 @@ class ClusterState:
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.set(self._prefix + self._own.incarnation, self._own.SerializeToString(), px=int(LEASE_SECONDS * 1000))
             pipe.publish(self._channel, self._own.incarnation)
-            if self._own.HasField("model"):
-                pipe.set(self._model_key, _identity(self._own.model), px=int(2 * LEASE_SECONDS * 1000))
+            if _claims(self._own):
+                own = self._own.model
+                pipe.set(self._model_keys + own.name, _identity(own), px=int(2 * LEASE_SECONDS * 1000))
             await pipe.execute()
 
     async def _keep_registered(self) -> None:
@@ -261,6 +259,11 @@ class ClusterState:
             log.debug("member " + change, member=member.name, role=member.role)
         for callback in self._callbacks:
             callback(change, member)
+
+
+def _claims(member: cluster_pb2.Member) -> bool:
+    """Whether it is a worker, so that the cluster serves its model."""
+    return member.HasField("model") and member.role != "kv"
 
 
 def _identity(card: cluster_pb2.ModelCard) -> bytes:

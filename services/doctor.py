@@ -1,5 +1,6 @@
 """`tandem doctor`: looks at everything that `tandem up` needs and says what to do about what is missing."""
 
+import asyncio
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -112,7 +113,7 @@ def _port(port: int) -> Finding:
 def _shared_memory() -> Finding:
     path = Path("/dev/shm")
     if not os.access(path, os.W_OK):
-        return Finding("shared memory", "warn", "/dev/shm cannot be written", "KV goes over ZMQ, which is slower")
+        return Finding("shared memory", "warn", "/dev/shm cannot be written", "KV moves over sockets, which is slower")
     free = shutil.disk_usage(path).free // _MIB
     if free < 1100:
         return Finding(
@@ -130,11 +131,16 @@ def _state(url: str) -> Finding:
             return Finding("cluster state", "ok", f"embedded: {find_server()}")
         except StateServerError as error:
             return Finding("cluster state", "fail", "no server", str(error))
-    import redis
+    from services.redis_client import REDIS_ERRORS, redis_client
+
+    async def ask() -> dict[str, Any]:
+        async with redis_client(url, 2.0) as client:
+            found: dict[str, Any] = await client.info("server")
+            return found
 
     try:
-        info = redis.Redis.from_url(url, socket_timeout=2, socket_connect_timeout=2).info("server")
-    except (redis.RedisError, OSError, ValueError) as error:
+        info = asyncio.run(ask())
+    except (*REDIS_ERRORS, ValueError) as error:
         return Finding("cluster state", "fail", str(error), "check the URL and that the server runs")
     version = str(info.get("valkey_version") or info.get("redis_version"))
     if int(version.split(".")[0]) < OLDEST_VERSION:

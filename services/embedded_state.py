@@ -19,6 +19,7 @@ from services.process import die_with_parent
 
 OLDEST_VERSION = 7
 _START_SECONDS = 10.0
+_TRIES = 5  # of a port
 
 
 class StateServerError(Exception):
@@ -48,14 +49,29 @@ def find_server() -> str:
 
 
 class EmbeddedState:
-    """A server on a free loopback port, with a random password and nothing on disk. Raises StateServerError."""
+    """A server on a free port of `host`, with a random password and nothing on disk. Raises StateServerError."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+        for _ in range(_TRIES):
+            self._start()
+            deadline = time.monotonic() + _START_SECONDS
+            while time.monotonic() < deadline and self.process.poll() is None:
+                if self._answers():
+                    return
+                time.sleep(0.02)
+            self.close()
+            if time.monotonic() >= deadline:
+                break
+        raise StateServerError("the embedded Redis server did not start; name another by --state redis://...")
+
+    def _start(self) -> None:
+        """On a port that is free now; if somebody takes it first, the server ends at once."""
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((self._host, 0))
             port = probe.getsockname()[1]
         password = secrets.token_hex(16)
-        self.url = f"redis://:{password}@127.0.0.1:{port}/0"
+        self.url = f"redis://:{password}@{self._host}:{port}/0"
         self.process = subprocess.Popen(
             [find_server(), "-"],
             stdin=subprocess.PIPE,
@@ -69,16 +85,9 @@ class EmbeddedState:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin as configuration:
             configuration.write(
-                f"bind 127.0.0.1\nport {port}\nrequirepass {password}\ndir {tempfile.gettempdir()}\n"
+                f"bind {self._host}\nport {port}\nrequirepass {password}\ndir {tempfile.gettempdir()}\n"
                 'save ""\nappendonly no\nmaxmemory 256mb\nmaxmemory-policy noeviction\n'
             )
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None:
-            if self._answers():
-                return
-            time.sleep(0.02)
-        self.close()
-        raise StateServerError("the embedded Redis server did not start; name another by --state redis://...")
 
     def close(self) -> None:
         """Ends the server."""

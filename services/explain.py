@@ -33,10 +33,10 @@ def explain(
 ) -> None:
     """Show what the router knew of the best candidates for a request, their costs, and which one it took.
 
-    The least **cost** wins; what it counts depends on the policy. **cached** tokens of the prompt are there,
-    **expected** ones also by requests under way, **fetchable** ones on another worker. **queued** are tokens of other
-    prompts to compute, **kept** those of answers under way, **waiting** requests have no KV blocks yet. **not** names
-    workers that could not be taken, such as those whose circuit breaker is open.
+    The least **cost** wins, or one that is as good; what it counts depends on the policy. **cached** tokens of the
+    prompt are there, **expected** ones also by requests under way, **fetchable** ones on another worker. **queued** are
+    tokens of other prompts to compute, **kept** those of answers under way, **waiting** requests have no KV blocks yet.
+    **not** names workers that could not be taken, such as those whose circuit breaker is open.
 
     Each router keeps its latest 512 placements.
 
@@ -67,7 +67,7 @@ def status(
     **mode** is `prefix`, or `load_only` with the reason. **precision** is the part of the cached tokens predicted
     lately that were found, **recall** the part of those found that were predicted. Workers' caches are **known**, not
     known yet, **silent** or **refused**, as they hash blocks otherwise. **stale** are the seconds since another router
-    was heard.
+    was heard. Below, the workers of each model, and requests that wait until one of them has room.
     """
     from rich.console import Console
     from rich.table import Table
@@ -86,6 +86,11 @@ def status(
     console = Console()
     console.print(table)
     for name, each in found:
+        for model in each.models:
+            workers = ", ".join(f"{count} {role}" for role, count in sorted(model.workers.items()))
+            queued = f", {model.queued} requests wait" if model.queued else ""
+            shed = f", {_share(model.shed)} of its requests are refused for the planner" if model.shed else ""
+            console.print(f"{name}: model {model.name}: {workers or 'no workers'}{queued}{shed}", highlight=False)
         if each.reason:
             console.print(f"{name}: load only, as {each.reason}", highlight=False)
 
@@ -155,9 +160,9 @@ async def _ask_all(running: "RunningCluster", call: "Callable[[RouterStub], Awai
     from services.rpc import router_pb2_grpc
     from services.rpc_server import make_channel
     from services.running import members_of
-    from services.security import cluster_key
+    from services.security import key_of
 
-    found, key = [], cluster_key(running.cluster_key)
+    found, key = [], key_of(running)
     for router in await members_of(running, "router"):
         async with make_channel(router.grpc_address, key) as channel:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -169,7 +174,8 @@ def _show(each: "router_pb2.Explanation", console: "Console") -> None:
     from rich.table import Table
 
     held = f" after {each.held_seconds:.3f} s in the queue" if each.held_seconds else ""
-    console.print(f"{each.attempt}: {each.prompt_tokens} prompt tokens, placed {each.seconds_ago:.1f} s ago{held}")
+    when = f"placed {each.seconds_ago:.1f} s ago{held}"
+    console.print(f"{each.attempt}: {each.prompt_tokens} prompt tokens for {each.model}, {when}")
     console.print(f"  {each.reason}", highlight=False)
     if each.HasField("found_tokens"):
         console.print(f"  {each.predicted_tokens} tokens predicted to be cached, {each.found_tokens} found")

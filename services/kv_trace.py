@@ -14,7 +14,7 @@ from services.config import ConfigError
 from services.rpc import cluster_pb2, trace_pb2, trace_pb2_grpc
 from services.rpc_server import make_channel
 from services.running import RunningCluster, members_of
-from services.security import ClusterKey, cluster_key
+from services.security import ClusterKey, key_of
 
 _SECONDS = 3.0
 
@@ -64,8 +64,8 @@ class _Answer(NamedTuple):
 
 async def gather(running: RunningCluster, request: str) -> list[Trace]:
     """The transfers of a request, oldest first; the latest transfer for "". Raises ConfigError if nobody knows it."""
-    key = cluster_key(running.cluster_key)
-    workers = await members_of(running, "prefill", "decode", "aggregated")
+    key = key_of(running)
+    workers = await members_of(running, "prefill", "decode", "aggregated", "kv")
     if not workers:
         raise ConfigError("this cluster has no workers, so no KV is moved")
     if not request:

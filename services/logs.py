@@ -27,7 +27,7 @@ def configure(level: str, style: str) -> None:
     structlog.configure(
         processors=[*shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # a line in one write: others' come between two
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -6,11 +6,15 @@ import ctypes
 import os
 import secrets
 import signal
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import uvloop
+
+from services import logs, tracing
+from services.config import ClusterConfig
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # loaded here: after a fork there must be no loading
@@ -30,9 +34,18 @@ def stop_signal() -> asyncio.Event:
     return stop
 
 
+def set_up(config: ClusterConfig, role: str) -> None:
+    """Has the process log and, where a collector is named, trace."""
+    logs.configure(config.log_level, config.log_format)
+    tracing.configure(role, config.name)
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a service on uvloop."""
-    uvloop.run(main)
+    """Runs a service on uvloop; afterwards its last spans are sent."""
+    try:
+        uvloop.run(main)
+    finally:
+        tracing.shutdown()
 
 
 def die_with_parent(parent: int) -> None:
@@ -40,6 +53,12 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
+
+
+def seconds_since_start() -> float:
+    """How long this process has run, its imports included."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # proc(5): starttime, since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def available_cores() -> int:

@@ -1,25 +1,23 @@
-"""gRPC servers and channels of the cluster: cluster key, keepalive, health, trace context."""
+"""gRPC servers and channels of the cluster: cluster key, TLS, keepalive, health, trace context."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from services.rpc import cluster_pb2, cluster_pb2_grpc
 from services.security import METADATA_KEY, ClusterKey
+from services.tracing import trace_id, traceparent
 
 T = TypeVar("T")
-
-# W3C trace context of the request being served; channels hand it to the next hop.
-traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -57,6 +55,21 @@ class _Authenticator(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
+class _TraceContext(grpc.aio.ServerInterceptor):
+    """Takes in the trace context of a call, for its handler, its log lines and the next hop."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == "traceparent":
+                traceparent.set(str(value))
+                structlog.contextvars.bind_contextvars(trace_id=trace_id(str(value)))
+        return await continuation(handler_call_details)
+
+
 def _refusal(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
     async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not carry a fresh proof of the cluster key")
@@ -71,13 +84,11 @@ def _refusal(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[
 
 
 def _signed(details: Any, key: ClusterKey | None) -> Any:
-    """Call details with the proof of the cluster key and the trace context added."""
+    """Call details with the proof of the cluster key added."""
     metadata = grpc.aio.Metadata(*(details.metadata or ()))
     method = details.method.decode() if isinstance(details.method, bytes) else details.method
     if key:
         metadata.add(METADATA_KEY, key.sign(method))
-    if parent := traceparent.get():
-        metadata.add("traceparent", parent)
     return details._replace(metadata=metadata)
 
 
@@ -87,7 +98,10 @@ class _UnarySigner(grpc.aio.UnaryUnaryClientInterceptor):
         self._key = key
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(_signed(client_call_details, self._key), request)
+        details = _signed(client_call_details, self._key)
+        if parent := traceparent.get():  # a stream serves many requests: what it carries says whose each message is
+            details.metadata.add("traceparent", parent)
+        return await continuation(details, request)
 
 
 class _StreamSigner(grpc.aio.StreamStreamClientInterceptor):
@@ -115,14 +129,22 @@ class RpcServer:
     """A gRPC server with Node and health services; `address` is known at once, calls are served after `start`."""
 
     def __init__(self, host: str, port: int, key: ClusterKey | None, registry: CollectorRegistry) -> None:
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = [_Authenticator(key)] if key else []
+        interceptors: list[grpc.aio.ServerInterceptor] = [_TraceContext()]
+        if key:
+            interceptors.insert(0, _Authenticator(key))
         self.server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         cluster_pb2_grpc.add_NodeServicer_to_server(NodeService(registry), self.server)
-        bound = self.server.add_insecure_port(f"{host}:{port}")
-        if bound == 0:
-            raise OSError(f"cannot listen on {host}:{port}: the port is taken; choose another or leave it out")
+        address = f"{host}:{port}"
+        try:
+            if key and key.certificates:
+                bound = self.server.add_secure_port(address, key.certificates.server_credentials())
+            else:
+                bound = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            why = "the port is taken; choose another with --rpc-port, or leave it out" if port else error
+            raise OSError(f"cannot listen on {address}: {why}") from error
         self.address = f"{host}:{bound}"
 
     async def start(self) -> None:
@@ -160,4 +182,8 @@ async def answer_of(call: Awaitable[T]) -> T:
 
 def make_channel(address: str, key: ClusterKey | None) -> grpc.aio.Channel:
     """A channel to a peer of the cluster."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=[_UnarySigner(key), _StreamSigner(key)])
+    signers = [_UnarySigner(key), _StreamSigner(key)]
+    if key is None or key.certificates is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=signers)
+    options = _OPTIONS + key.certificates.channel_options
+    return grpc.aio.secure_channel(address, key.certificates.channel_credentials(), options, interceptors=signers)

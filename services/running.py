@@ -26,6 +26,11 @@ class RunningCluster(msgspec.Struct, frozen=True):
     cluster: str
     state: str
     cluster_key: str
+    admin: str = ""  # URL of its admin port
+    tls_certificate: str = ""  # absolute path, as of the next two
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_name: str = ""
 
 
 @contextlib.contextmanager
@@ -59,7 +64,8 @@ def of_command(url: str) -> RunningCluster:
     configure("warning", "console")
     config = load(ClusterConfig, {}, config_file())
     if config.state and not url:
-        return RunningCluster(url, config.cluster, config.state, config.cluster_key)
+        tls = (config.tls_certificate, config.tls_key, config.tls_ca, config.tls_name)
+        return RunningCluster(url, config.cluster, config.state, config.cluster_key, "", *tls)
     return find(url)
 
 

@@ -12,7 +12,7 @@ from services.config import ConfigError
 from services.rpc import cluster_pb2, worker_pb2, worker_pb2_grpc
 from services.rpc_server import make_channel
 from services.running import RunningCluster, members_of
-from services.security import cluster_key
+from services.security import key_of
 
 _ROLES = ("prefill", "decode", "aggregated")
 _ANSWER_SECONDS = 120.0  # weights move, graphs are captured
@@ -45,7 +45,7 @@ async def wake(running: RunningCluster, names: Sequence[str]) -> None:
 
 
 async def _ask_all(running: RunningCluster, names: Sequence[str], ask: Ask) -> None:
-    key = cluster_key(running.cluster_key)
+    key = key_of(running)
     workers = _chosen(await members_of(running, *_ROLES), names)
 
     async def one(worker: cluster_pb2.Member) -> bool:

@@ -27,6 +27,10 @@ class Child:
     name: str
     command: list[str]
     env: dict[str, str]
+    places: tuple[str, ...] = ()  # members that it has run elsewhere; then it is none itself
+    is_leaving: bool = False  # it is to end, and not to be started again
+    has_run: bool = False  # for so long that its configuration cannot be wrong
+    is_given_up: bool = False  # as its configuration is wrong
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
     backoff: float = _BACKOFF[0]
@@ -61,11 +65,24 @@ class Supervisor:
     async def start(self) -> None:
         """Starts all children and watches them. OSError if a command cannot be run."""
         for child in self.children:
-            first = asyncio.get_running_loop().create_task(self._spawn(child))
-            watcher = asyncio.get_running_loop().create_task(self._watch(child, first))
-            watcher.add_done_callback(self._watcher_done)
-            self._watchers.append(watcher)
-            await asyncio.shield(first)  # a caller that is cancelled here leaves no process that nobody knows
+            await self._start(child)
+
+    async def add(self, child: Child) -> None:
+        """Starts one more. OSError if its command cannot be run; nothing is known of it then."""
+        self.children.append(child)
+        try:
+            await self._start(child)
+        except OSError:
+            self.children.remove(child)
+            raise
+
+    def remove(self, child: Child) -> None:
+        """Has one end by SIGTERM, however long it takes, and forgets it then."""
+        if child.is_given_up:
+            self.children.remove(child)
+        elif not child.is_leaving:
+            child.is_leaving = True
+            _terminate(child)
 
     async def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what remains after 8 s."""
@@ -80,6 +97,13 @@ class Supervisor:
                 await asyncio.wait(late, timeout=1.0)
         if outputs := [child.output for child in self.children if child.output is not None]:
             await asyncio.wait(outputs, timeout=1.0)
+
+    async def _start(self, child: Child) -> None:
+        first = asyncio.get_running_loop().create_task(self._spawn(child))
+        watcher = asyncio.get_running_loop().create_task(self._watch(child, first))
+        watcher.add_done_callback(self._watcher_done)
+        self._watchers.append(watcher)
+        await asyncio.shield(first)  # a caller that is cancelled here leaves no process that nobody knows
 
     async def _spawn(self, child: Child) -> None:
         child.started = time.monotonic()
@@ -102,7 +126,7 @@ class Supervisor:
             os.close(write)
         self._event("started", name=child.name, pid=child.process.pid)
         child.output = asyncio.get_running_loop().create_task(self._copy(child.name, read))
-        if self._stop.is_set():
+        if self._stop.is_set() or child.is_leaving:
             _terminate(child)
 
     async def _copy(self, name: str, descriptor: int) -> None:
@@ -129,22 +153,29 @@ class Supervisor:
             code = await child.process.wait()
             _kill_group(child)
             self._event("exited", name=child.name, code=code)
-            if code == EXIT_CONFIGURATION and not self._stop.is_set():
-                reason = f"{child.name} cannot run with this configuration; see its last lines above"
-                self._event("given_up", name=child.name, reason=reason)
-                self._fail(reason)
-                return
             if time.monotonic() - child.started > _STABLE_SECONDS:
                 child.backoff = _BACKOFF[0]
+                child.has_run = True
+            if code == EXIT_CONFIGURATION and not child.has_run and not self._stop.is_set():
+                reason = f"{child.name} cannot run with this configuration; see its last lines above"
+                child.is_given_up = True
+                self._event("given_up", name=child.name, reason=reason)
+                self._fail(reason)
+                if child.is_leaving:
+                    self.children.remove(child)
+                return
             if not await self._restart(child):
+                if child.is_leaving:
+                    self.children.remove(child)
                 return
 
     async def _restart(self, child: Child) -> bool:
         """Starts the child again after its back-off; False if all are to stop."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), child.backoff)
-            if self._stop.is_set():
+            if not child.is_leaving:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), child.backoff)
+            if self._stop.is_set() or child.is_leaving:
                 return False
             child.backoff = min(_BACKOFF[1], 2 * child.backoff)
             try:

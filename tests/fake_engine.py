@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from engine.block_pool import BlockPool
 from engine.hashing import root_hash
 from engine.request import Request, SamplingParams
-from engine.scheduler import Entry, Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
+from engine.step import Entry, Step
 
 BLOCK = 4
 EOS = 7

@@ -4,7 +4,7 @@ import numpy as np
 
 from router.fetch import fetchable_tokens
 from router.fleet import TPOT_PRIOR, TTFT_PRIOR, WORKER
-from router.snapshot import Ask, Snapshot
+from router.snapshot import Ask, Snapshot, mean_rates
 
 ASK = Ask(prompt_tokens=1000, max_tokens=100)
 BLOCK = 16  # tokens
@@ -20,7 +20,7 @@ def worker(
     cached: int = 0,
     soon: int = 0,
     size: int = BLOCK,
-    **columns: float,
+    **columns: float | list[float],
 ) -> tuple[np.void, int, int]:
     """A row and the prompt's blocks that it has and expects."""
     row = np.zeros((), WORKER)
@@ -42,5 +42,7 @@ def snapshot(*workers: tuple[np.void, int, int], ask: Ask = ASK, fetch_tokens: i
         table[number] = row
     cached, recalled = ([each[column] for each in workers] for column in (1, 2))
     blocks = np.array(cached, np.int32)
-    fetchable = fetchable_tokens(ask, table, blocks, fetch_tokens=fetch_tokens)
-    return Snapshot(table, blocks, np.array(recalled, np.int32), table["prefill_tokens"].copy(), fetchable)
+    fetchable, tiers = fetchable_tokens(ask, table, blocks, fetch_tokens=fetch_tokens)
+    queued = table["prefill_tokens"].copy()
+    computed, fetched = mean_rates(table["prefill_rate"]), mean_rates(table["fetch_rate"])
+    return Snapshot(table, blocks, np.array(recalled, np.int32), queued, fetchable, tiers, {}, float(computed), fetched)

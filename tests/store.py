@@ -1,5 +1,6 @@
 """A Redis server for tests, which is emptied, stopped and started again at its port."""
 
+import signal
 import socket
 import subprocess
 import tempfile
@@ -36,6 +37,13 @@ class Store:
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def pause(self) -> None:
+        """It answers nothing; connections to it are still taken."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def empty(self) -> None:
         with redis.Redis.from_url(self.url) as client:

@@ -38,9 +38,22 @@ class Tokens(msgspec.Struct, kw_only=True):
     input: int = 0  # as the server counted them, else as they were made
     output: int = 0
     cached: int | None = None  # None: the server does not tell
+    cached_by: dict[str, int] = {}  # cached by where: worker, peer, host, disk, redis; empty: only simulations tell
     predicted_cached: int | None = None  # what an endless cache would hold; None: the workload does not say
     wrong_input_length: int = 0  # requests whose prompt the server counted otherwise than it was made
     wrong_output_length: int = 0  # requests whose answer has another length than was asked for
+
+
+class Planner(msgspec.Struct, kw_only=True):
+    """What the planner did in a simulated run."""
+
+    mode: str  # advise or act
+    decisions: int = 0
+    actions: int = 0  # that were carried out
+    advised: int = 0  # that would have been, in the mode advise
+    by_kind: dict[str, int] = {}  # actions: flip, add, remove, shed
+    worker_hours: float = 0.0  # that workers were there, from when they were asked for
+    failures: int = 0  # of workers
 
 
 class Objective(msgspec.Struct, kw_only=True):
@@ -104,5 +117,6 @@ class Summary(msgspec.Struct, kw_only=True):
     goodput: Goodput | None = None
     clients: dict[str, Clients] = {}
     check: Check | None = None
+    planner: Planner | None = None  # only simulations tell
     send_lag_ms: Distribution
     loop_lag_ms: Distribution

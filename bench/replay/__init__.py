@@ -1,1 +1,1 @@
-"""Traces replayed against the router's own code, with mock workers, on a clock of its own."""
+"""Loads and traces for the simulator in `planner`, and what it did with them."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.replay.cluster import Cluster
+from planner.simulator.cluster import Cluster
 
 _COLUMNS = (
     "hit rate, %|of it fetched|to the oracle|TTFT p50|p90|p99, s|TPOT p50|p90, ms|SLO, %"
@@ -29,6 +29,10 @@ def summarise(cluster: Cluster, *, ttft: float, tpot: float) -> dict[str, Any]:
         "requests": len(flights),
         "hit_rate": float(cached.sum() / prompt_tokens.sum()),
         "fetched_rate": float(sum(flight.fetched_tokens for flight in flights) / prompt_tokens.sum()),
+        "restored_rate": {
+            tier: sum(flight.restored_by.get(tier, 0) for flight in flights) / int(prompt_tokens.sum())
+            for tier in sorted({tier for flight in flights for tier in flight.restored_by})
+        },
         "ttft_s": _percentiles(first, 50, 90, 99),
         "tpot_s": _percentiles(per_token, 50, 90, 99),
         "slo_attainment": float(np.mean((first <= ttft) & (per_token <= tpot))),
@@ -37,7 +41,8 @@ def summarise(cluster: Cluster, *, ttft: float, tpot: float) -> dict[str, Any]:
             "running": _imbalance([worker.running_seconds for worker in decoding]),
         },
         "preempted": sum(worker.preempted for worker in cluster.workers),
-        "fetches": cluster.fetches,
+        "fetches": cluster.fetches.ordered,
+        "late_fetches": cluster.fetches.late,
         "replayed_events": sum(replica.replays for replica in cluster.replicas),
         "snapshots": sum(replica.snapshots for replica in cluster.replicas),
         "simulated_s": round(seconds, 3),

@@ -9,8 +9,8 @@ are at work at first as later.
 
 import random
 
-from bench.replay.job import BLOCK_SIZE
 from bench.workloads.mooncake import TraceRequest
+from planner.simulator.job import BLOCK_SIZE
 
 _APPLICATIONS = 12
 _REQUESTS = 20_000

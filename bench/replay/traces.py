@@ -7,59 +7,21 @@ earlier one is answered.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.config import WorkloadConfig
 from bench.errors import BenchError
-from bench.replay.job import BLOCK_SIZE
 from bench.replay.tool_agent import tool_agent
 from bench.workloads.mooncake import TraceRequest, read_mooncake
 from bench.workloads.trace_time import schedule
+from planner.simulator.demand import Demand, Trace
+from planner.simulator.job import BLOCK_SIZE
 
 TRACES_VARIABLE = "TANDEM_TRACES"
 _OWN_BLOCKS = 2  # a shorter prompt is a common beginning and no conversation to go on with
 GENERATED = {"tool_agent": tool_agent}
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """One request. `hashes`: of the full blocks of prompt and answer; a prompt's are the first of them.
-
-    `follows`: place of the request whose answer comes before; None: it begins a conversation.
-    """
-
-    prompt_tokens: int
-    output_tokens: int
-    hashes: list[bytes]
-    follows: int | None = None
-
-    @property
-    def prompt_hashes(self) -> list[bytes]:
-        """What a gateway can hash."""
-        return self.hashes[: self.prompt_tokens // BLOCK_SIZE]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Requests in the order of their times."""
-
-    name: str
-    demands: list[Demand]
-    times: NDArray[np.float64]  # seconds since the first one, at the trace's own speed
-    endless_hit_rate: float  # of one cache that forgets nothing
-
-    @property
-    def own_rate(self) -> float:
-        """Requests per second."""
-        return len(self.times) / max(1e-9, float(self.times[-1]))
-
-    def starts(self, rate: float) -> NDArray[np.float64]:
-        """Times at which the requests come if so many come in a second on average."""
-        return self.times * (self.own_rate / rate)
 
 
 def load_trace(name: str, folder: str | None, *, limit: int, seed: int) -> Trace:
@@ -75,19 +37,7 @@ def load_trace(name: str, folder: str | None, *, limit: int, seed: int) -> Trace
     rows, times = schedule(timestamps, WorkloadConfig(limit=limit), seed)
     chains = _Chains()
     demands = [chains.demand(requests[row]) for row in rows.tolist()]
-    return Trace(Path(name).stem, demands, times, _endless_hit_rate(demands))
-
-
-def _endless_hit_rate(demands: list[Demand]) -> float:
-    seen: set[bytes] = set()
-    cached = 0
-    for demand in demands:
-        known = next(
-            (at for at, each in enumerate(demand.prompt_hashes) if each not in seen), len(demand.prompt_hashes)
-        )
-        cached += min(known, (demand.prompt_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
-        seen.update(demand.hashes)
-    return cached / sum(demand.prompt_tokens for demand in demands)
+    return Trace(Path(name).stem, demands, times)
 
 
 def _find(name: str, folder: str | None) -> Path:

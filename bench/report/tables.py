@@ -55,6 +55,16 @@ def _lines(summary: Summary) -> list[str]:
         f"{tokens.output} out, {tokens.input} in"
         + ("" if tokens.cached is None else f", {tokens.cached} of them cached"),
     ]
+    if tokens.cached_by:
+        shares = ", ".join(f"{where} {count / max(tokens.input, 1):.1%}" for where, count in tokens.cached_by.items())
+        lines.append(f"            of the prompts' tokens were cached: {shares}")
+    if (planner := summary.planner) is not None:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in planner.by_kind.items()) or "none"
+        advised = f", {planner.advised} advised" if planner.mode == "advise" else ""
+        lines.append(
+            f"planner     {planner.decisions} decisions, actions: {kinds}{advised}; "
+            f"{planner.worker_hours:.2f} hours of workers, {planner.failures} failed"
+        )
     if tokens.predicted_cached:
         lines.append(f"            an endless cache would have held {tokens.predicted_cached}")
     if tokens.cached and tokens.predicted_cached is not None:
@@ -107,6 +117,8 @@ def print_steps(console: Console, experiment: Experiment) -> None:
     ]
     if any(summary.tokens.cached for summary in runs):
         rates.append(("cached", [f"{(s.tokens.cached or 0) / max(s.tokens.input, 1):.0%}" for s in runs]))
+    for where in dict.fromkeys(where for summary in runs for where in summary.tokens.cached_by if where != "worker"):
+        rates.append((where, [f"{s.tokens.cached_by.get(where, 0) / max(s.tokens.input, 1):.0%}" for s in runs]))
     if any(met):
         rates.append(("SLO met", ["" if each is None else f"{each.attainment:.1%}" for each in met]))
         rates.append(("goodput/s", ["" if each is None else number(each.requests_per_s) for each in met]))

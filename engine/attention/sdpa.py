@@ -7,12 +7,13 @@ call per layer, and is small enough for what it gathered to be still in the core
 KV head become query rows, so KV is never repeated.
 
 What makes a row independent, bit for bit, of its neighbours, of padding and of how a prompt was cut into chunks
-(float32, measured on AMD for AVX2 and AVX-512 with head sizes 16 to 256, and tested):
+(float32, measured with head sizes 16 to 256 on AMD for AVX2 and AVX-512 and on Intel for AVX-512, and tested):
 
 - torch walks the keys in windows of 512. Masked keys add exact zeros, so more padding changes nothing as long as the
-  matrix product sums a window in the same pieces. MKL cuts a window of up to 192 keys not at all, one of 384 or more at
-  multiples of 192, and one between in halves; `padded_context` avoids those between.
-- a product with fewer than four rows takes another path, so query rows come in multiples of four.
+  matrix product sums a window in the same pieces. MKL cuts a window of up to 192 keys not at all; longer ones on AMD in
+  halves, or from 384 on at multiples of 192, and on Intel from 385 on in halves. So a window that is longer is whole.
+- a product with few rows takes another path: fewer than four, or on Intel up to eight where heads are large. So query
+  rows come in multiples of four, or of sixteen.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ from engine.kv_cache import KVCache
 
 TILE = 128  # query tokens
 _WINDOW = 512  # keys that torch's kernel takes at once
-_BUCKETS = np.array([32, 64, 96, 128, 192, 384, 448, _WINDOW])  # contexts within a window that are worth a group
+_UNCUT = 192  # keys of a window that are summed up in one piece on any CPU
+_BUCKETS = np.array([32, 64, 96, 128, _UNCUT, _WINDOW])  # contexts within a window that are worth a group
 _PART_VALUES = 1 << 19  # gathered cache values of a part and thread, unless a tile needs more: 2 MiB of float32
 
 IntArray = npt.NDArray[np.int64]
@@ -39,7 +41,7 @@ def padded_context(length: IntArray) -> IntArray:
     """Number of keys to compute for a context of `length`: the next multiple of 16 that no result can depend on."""
     inside = (length - 1) % _WINDOW + 1
     padded = (inside + 15) // 16 * 16
-    return length - inside + np.where((padded > 192) & (padded < 384), 384, padded)
+    return length - inside + np.where(padded > _UNCUT, _WINDOW, padded)
 
 
 class _Tiles(NamedTuple):
@@ -86,6 +88,7 @@ class SdpaBackend(AttentionBackend):
         self.kind = kind
         self.group = kind.num_heads // spec.num_kv_heads
         self.rows = cache_rows(cache, dtype or spec.dtype)
+        self._row_step = 4 if spec.head_dim <= 64 else 16  # query rows come in multiples of it
         self._scratch = torch.empty(0, dtype=dtype or spec.dtype)
 
     def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> "SdpaContext":
@@ -136,7 +139,8 @@ class SdpaBackend(AttentionBackend):
 
         num_rows = query * self.group
         rows = torch.zeros(
-            (len(members), spec.num_kv_heads, -(-num_rows // 4) * 4, spec.head_dim), dtype=self._scratch.dtype
+            (len(members), spec.num_kv_heads, -(-num_rows // self._row_step) * self._row_step, spec.head_dim),
+            dtype=self._scratch.dtype,
         )
         parts = []
         start = 0
@@ -166,7 +170,7 @@ class SdpaBackend(AttentionBackend):
         visible = contexts - np.maximum(lengths - 1 - np.arange(query), 0)  # [n, query]
         if query > 1:  # one entry a query row: the token's, for each head of the group; padding sees what the last sees
             visible = np.repeat(visible, self.group, axis=1)
-            visible = np.pad(visible, ((0, 0), (0, -visible.shape[1] % 4)), mode="edge")
+            visible = np.pad(visible, ((0, 0), (0, -visible.shape[1] % self._row_step)), mode="edge")
         mask = np.where(np.arange(keys) < visible[:, None, :, None], np.float32(0), np.float32(-np.inf))
         gathered = self._scratch_of(len(pages))
         kv = gathered.view(len(members), -1, spec.num_kv_heads, 2 * spec.head_dim)[:, :keys].transpose(1, 2)

@@ -20,7 +20,7 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionContext, Span
 from engine.memory import DoesNotFit
 from engine.parallel.group import RankError, TensorParallelGroup
-from engine.parallel.messages import Forward, Keep, Logits, Message, Plan, Replay, SpanWriter, Start, framed
+from engine.parallel.messages import Forward, Keep, Logits, Meet, Message, Plan, Replay, SpanWriter, Start, framed
 from engine.runner import Model
 
 if TYPE_CHECKING:
@@ -86,6 +86,11 @@ class LeadingGroup(TensorParallelGroup):
             raise
         except Exception as error:
             raise self._lost() or RankError(f"a step failed on rank 0, and the others wait: {error!r}") from error
+
+    def meet(self) -> None:
+        """Waits until all ranks have done what they were told before."""
+        with self.together(Meet()):
+            super().meet()
 
     def close(self) -> None:
         """Ends the other ranks."""

@@ -55,19 +55,11 @@ class DistributedReceiver(TcpReceiver):
 class ReceivingPair(ReceivingStream):
     """One sender's stream and the group with it."""
 
+    _has_met = False
     _group: PairGroup | None = None
 
-    def _take_frame(self, seal: Seal) -> bool:
-        if self._group is not None:
-            return super()._take_frame(seal)
-        self._poll.poll()
-        try:
-            if not self._socket.recv(1, socket.MSG_PEEK):
-                return False
-        except BlockingIOError:
-            return True  # woken for nothing
+    def _meet(self, seal: Seal) -> None:
         self._group = self._join(self._socket, seal)
-        return True
 
     def _join(self, connection: socket.socket, seal: Seal) -> PairGroup:
         """Raises StreamLost."""

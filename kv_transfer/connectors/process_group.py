@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from kv_transfer.connectors.frames import Refused
 from kv_transfer.connectors.tcp_wire import PREFIX_BYTES, Seal, StreamLost, read, write
 
-JOIN_SECONDS = {"gloo": 5.0, "nccl": 30.0, "nixl": 10.0}
+JOIN_SECONDS = {"gloo": 5.0, "nccl": 30.0, "nixl": 10.0, "lent_memory": 5.0}
 STUCK_SECONDS = 5.0  # one tensor on its way
 RECEIVER, SENDER = 0, 1  # ranks
 _POLL_SECONDS = 2e-5
@@ -188,10 +188,17 @@ def join(stream: socket.socket, seal: Seal, rank: int, device: torch.device) -> 
     return meet("nccl", stream, seal, rank, lambda store: _NcclPair(store, rank, device, stream))
 
 
-def meet(kind: str, stream: socket.socket, seal: Seal, rank: int, make: Callable[[PairStore], PairGroup]) -> PairGroup:
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+_Met = TypeVar("_Met", bound=_Closable)
+
+
+def meet(kind: str, stream: socket.socket, seal: Seal, rank: int, make: Callable[[PairStore], _Met]) -> _Met:
     """What `make` makes with a store that both sides have in common, as `join` says."""
     store = PairStore(stream, seal, rank, time.monotonic() + JOIN_SECONDS[kind])
-    group: PairGroup | None = None
+    group: _Met | None = None
     try:
         if rank == SENDER:
             store.set("joins", b"")  # the receiver joins when it hears something, and NCCL's sender would only listen

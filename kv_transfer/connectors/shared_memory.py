@@ -34,7 +34,7 @@ from kv_transfer.connectors.base import (
     SenderConnector,
     SenderIdentity,
 )
-from kv_transfer.process_identity import boot_id
+from kv_transfer.process_identity import Life, boot_id, life
 from kv_transfer.references import BlockRef
 
 CAPABILITIES = Capabilities("shared_memory", cross_host=False, one_sided=True)
@@ -54,13 +54,18 @@ class SegmentDescription(msgspec.Struct, frozen=True):
     name: str
     token: bytes  # also stands in the segment: proves that both sides see the same memory
     boot_id: str
+    stays: bool = False  # its pages are never given back while it is there, so that a device may know them by address
 
 
 class SharedSegment:
-    """Memory of `pool_bytes` in /dev/shm under a random name, mode 0600, with a table of `num_blocks` generations."""
+    """Memory of `pool_bytes` in /dev/shm under a random name, mode 0600, with a table of `num_blocks` generations.
 
-    def __init__(self, pool_bytes: int, num_blocks: int) -> None:
+    `stays`: `release` is never called.
+    """
+
+    def __init__(self, pool_bytes: int, num_blocks: int, *, stays: bool = False) -> None:
         self.pool_bytes = pool_bytes
+        self.stays = stays
         size = _table_offset(pool_bytes) + 8 * num_blocks
         try:
             stats = os.statvfs(_DIRECTORY)
@@ -101,6 +106,10 @@ class SharedSegment:
         """The file, whose first bytes are the pool's."""
         return str(_DIRECTORY / self.name)
 
+    def describe(self, pool: PoolDescription) -> SegmentDescription:
+        """What others must know to map it."""
+        return SegmentDescription(pool, self.pool_bytes, self.name, self.token, boot_id(), self.stays)
+
     def release(self) -> None:
         """Gives the pool's pages back. Senders keep their mappings, and what one wrote would take pages again."""
         self._mapping.madvise(mmap.MADV_REMOVE, 0, self.pool_bytes)
@@ -138,8 +147,7 @@ class SharedMemoryReceiver(ReceiverConnector):
     @property
     def segment(self) -> SegmentDescription:
         """The segment, for senders."""
-        segment = self._segment
-        return SegmentDescription(self._pool, segment.pool_bytes, segment.name, segment.token, boot_id())
+        return self._segment.describe(self._pool)
 
     def expect(self, transfer_id: str, blocks: Sequence[BlockRef]) -> None:
         """Publishes the generations: senders refuse any other."""
@@ -164,7 +172,8 @@ class SharedMemoryReceiver(ReceiverConnector):
         if not _try_lock(self._segment.descriptor, byte):
             return False
         _unlock(self._segment.descriptor, byte)
-        return True
+        # A device's copies (`pinned`) may outlive the lock of a process that dies, see `cuda_ipc`.
+        return not self._segment.stays or life(sender) is not Life.ENDS
 
     def finish(self, transfer_id: str) -> None:
         """Strikes the blocks out of the table."""
@@ -188,20 +197,9 @@ class SharedMemorySender(SenderConnector):
         except msgspec.MsgspecError as error:
             raise ConnectorError(f"malformed description of shared memory: {error}") from error
         self.counters = ConnectorCounters()
-        self.pool = pool = offer.pool
-        pool.require_layout(layout)
-        if offer.boot_id != boot_id() or not _NAME.fullmatch(offer.name) or len(offer.token) != 32:
-            raise ConnectorError("the receiver's memory is not on this host")
-        try:
-            descriptor = os.open(_DIRECTORY / offer.name, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError as error:
-            raise ConnectorError(f"the receiver's shared memory cannot be opened: {error.strerror}") from error
-        try:
-            self._map(descriptor, offer)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._descriptor = descriptor
+        self.pool = offer.pool
+        self.pool.require_layout(layout)
+        self._segment = MappedSegment(offer)
 
     def push(
         self,
@@ -217,7 +215,7 @@ class SharedMemorySender(SenderConnector):
             # Views, as the layer of a block is contiguous: each row is copied once.
             rows = source[:, layer].flatten(1).view(torch.uint8).numpy()
             for source_block, block in zip(source_blocks, destination, strict=True):
-                self._rows[block, layer] = rows[source_block]
+                self._segment.rows[block, layer] = rows[source_block]
         finally:
             self.leave(transfer_id)
         return self.count(len(blocks))
@@ -232,8 +230,6 @@ class SharedMemorySender(SenderConnector):
     ) -> list[int]:
         """Rows of the pool that this push may write until `leave`. Raises ConnectorError if it may not."""
         pool = self.pool
-        if self._descriptor < 0:
-            raise ConnectorError("the connector is closed")
         pool.check_push(layers, source, source_blocks, blocks)
         for ref in blocks:
             if ref.incarnation != pool.incarnation or not 0 <= ref.block_id < pool.num_blocks:
@@ -241,23 +237,22 @@ class SharedMemorySender(SenderConnector):
                 raise PushRefused(f"block {ref.block_id} is not in the receiver's pool")
         destination = [ref.block_id for ref in blocks]
         try:
-            if os.fstat(self._descriptor).st_size != self._size:  # beyond its end a write would kill this process
-                raise ConnectorError("the receiver's shared memory has another size than before")
-            locked = _try_lock(self._descriptor, _transfer_byte(transfer_id))
+            self._segment.check()
+            locked = _try_lock(self._segment.descriptor, _transfer_byte(transfer_id))
         except OSError as error:
             raise ConnectorError(f"the receiver's shared memory cannot be used any more: {error}") from error
         if not locked:
             self.counters.refuse("fenced")
             raise PushRefused("the receiver is shutting this transfer out")
-        if self._generations[destination].tolist() != [ref.generation for ref in blocks]:
+        if self._segment.generations[destination].tolist() != [ref.generation for ref in blocks]:
             self.counters.refuse("generation")
             raise PushRefused("the receiver does not expect these blocks any more")
         return destination
 
     def leave(self, transfer_id: str) -> None:
         """Nothing is being written for the transfer. Idempotent."""
-        if self._descriptor >= 0:
-            _unlock(self._descriptor, _transfer_byte(transfer_id))
+        if self._segment.descriptor >= 0:
+            _unlock(self._segment.descriptor, _transfer_byte(transfer_id))
 
     def count(self, num_rows: int) -> int:
         """Bytes of so many blocks' layers, which were pushed."""
@@ -273,28 +268,60 @@ class SharedMemorySender(SenderConnector):
 
     def close(self) -> None:
         """Drops the mapping."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            del self._rows, self._generations, self._mapping  # unmapped with the last view
+        self._segment.close()
+
+
+class MappedSegment:
+    """Another process's segment in this one's memory. Raises ConnectorError if it is not the one that is meant.
+
+    `rows` [num_blocks, L, layer_bytes], uint8, are its pool, none if it holds none.
+    """
+
+    def __init__(self, offer: SegmentDescription) -> None:
+        if offer.boot_id != boot_id() or not _NAME.fullmatch(offer.name) or len(offer.token) != 32:
+            raise ConnectorError("the peer's memory is not on this host")
+        try:
+            descriptor = os.open(_DIRECTORY / offer.name, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ConnectorError(f"the peer's shared memory cannot be opened: {error.strerror}") from error
+        try:
+            self._map(descriptor, offer)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.descriptor = descriptor
 
     def _map(self, descriptor: int, offer: SegmentDescription) -> None:
         pool, token, pool_bytes = offer.pool, offer.token, offer.pool_bytes
         if pool_bytes not in (0, pool.num_blocks * pool.block_bytes):
-            raise ConnectorError("the receiver's shared memory does not hold its pool")
+            raise ConnectorError("the peer's shared memory does not hold its pool")
         self._size = size = _table_offset(pool_bytes) + 8 * pool.num_blocks
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise ConnectorError("the receiver's shared memory has another size than it says")
+            raise ConnectorError("the peer's shared memory has another size than it says")
         self._mapping = mmap.mmap(descriptor, size)
         header = _header_offset(pool_bytes)
         if self._mapping[header : header + len(token)] != token:
-            raise ConnectorError("the receiver's shared memory is not the one it means")
-        self._generations: npt.NDArray[np.uint64] = np.frombuffer(
+            raise ConnectorError("the peer's shared memory is not the one it means")
+        self.generations: npt.NDArray[np.uint64] = np.frombuffer(
             self._mapping, dtype=np.uint64, count=pool.num_blocks, offset=_table_offset(pool_bytes)
         )
         rows: npt.NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8, count=pool_bytes)
-        self._rows = rows.reshape(-1, pool.num_layers, pool.layer_bytes)
+        self.rows = rows.reshape(-1, pool.num_layers, pool.layer_bytes)
+
+    def check(self) -> None:
+        """Raises ConnectorError if it cannot be used any more: beyond its end an access would kill this process."""
+        if self.descriptor < 0:
+            raise ConnectorError("the connector is closed")
+        if os.fstat(self.descriptor).st_size != self._size:
+            raise ConnectorError("the peer's shared memory has another size than before")
+
+    def close(self) -> None:
+        """Unmaps it with the last view. Idempotent."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            del self.rows, self.generations, self._mapping
 
 
 def reap_stale_segments() -> list[str]:

@@ -237,6 +237,8 @@ class ReceivingStream:
     """One connection, from its handshake to its end, on a thread of its own."""
 
     _scratch = memoryview(bytearray(_SCRATCH_BYTES))  # of all streams: what is in it is never read
+    _reads_pages = False  # of the sender, where payloads lie; else they follow their headers
+    _has_met = True  # False: before the first frame there is something to agree on
 
     def __init__(self, receiver: TcpReceiver, connection: socket.socket) -> None:
         self._receiver = receiver
@@ -281,6 +283,9 @@ class ReceivingStream:
         """Closes what belongs to the connection."""
         self._socket.close()
 
+    def _meet(self, seal: Seal) -> None:
+        """Agrees with the sender, who has begun to, on what frames need. Raises StreamLost."""
+
     def _take_frame(self, seal: Seal) -> bool:
         """Takes one frame, or drops it. False: the stream ended between frames."""
         self._poll.poll()  # as long as it takes: nobody has anything to say
@@ -289,6 +294,10 @@ class ReceivingStream:
                 return False
         except BlockingIOError:
             return True  # woken for nothing
+        if not self._has_met:
+            self._meet(seal)
+            self._has_met = True
+            return True
         prefix = bytearray(PREFIX_BYTES)
         self._fill([memoryview(prefix)])
         encoded = bytearray(seal.header_bytes(prefix))
@@ -301,6 +310,8 @@ class ReceivingStream:
             )
         if header.codec and header.codec not in self._receiver.codecs:
             raise Refused("malformed", f"codec {header.codec} was not offered")
+        if bool(header.rows) != self._reads_pages:
+            raise Refused("malformed", "payloads come on the wire or in pages, as the kind of connector says")
         try:
             expected = self._receiver.admit(header)
         except (Refused, StaleReference) as error:

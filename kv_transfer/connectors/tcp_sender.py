@@ -175,12 +175,9 @@ class SendingStream:
 
     def _send_frame(self, frame: Frame) -> None:
         self._prepare(frame)
-        with self._changed:
-            if frame.dropped:
-                return
-            sequence = self._sequences.get(frame.transfer_id, 0)
-            self._sequences[frame.transfer_id] = sequence + 1
-            self._copying = True
+        sequence = self._next_sequence(frame)
+        if sequence is None:
+            return
         try:
             payload = self._copy(frame)
         finally:
@@ -207,6 +204,16 @@ class SendingStream:
         else:
             self._ship(self._seal.close(header), payload)
         self._on_sent(length)
+
+    def _next_sequence(self, frame: Frame) -> int | None:
+        """Of the frame in its transfer, whose rows are read from now on; None: it is not wanted any more."""
+        with self._changed:
+            if frame.dropped:
+                return None
+            sequence = self._sequences.get(frame.transfer_id, 0)
+            self._sequences[frame.transfer_id] = sequence + 1
+            self._copying = True
+            return sequence
 
     def _prepare(self, frame: Frame) -> None:
         """Before the first frame on a connection: what it needs. Raises OSError."""
@@ -292,12 +299,13 @@ class TcpSender(SenderConnector):
     """
 
     _stream_type = SendingStream
+    _description_type: type[TcpDescription] = TcpDescription
     _num_streams = NUM_STREAMS
     _frame_bytes = 1 << 19  # and at least one row: what is copied is still in the cache when it is sent
 
     def __init__(self, description: bytes, layout: str, key: bytes, codecs: Collection[int] = CODECS) -> None:
         try:
-            offer = msgspec.msgpack.decode(description, type=TcpDescription)
+            offer = msgspec.msgpack.decode(description, type=self._description_type)
         except msgspec.MsgspecError as error:
             raise ConnectorError(f"malformed description of a TCP pool: {error}") from error
         offer.pool.require_layout(layout)

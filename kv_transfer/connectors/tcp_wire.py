@@ -50,10 +50,13 @@ class Header(msgspec.Struct, array_like=True, frozen=True):
     layers: int = 1  # how many
     codec: int = 0  # by which the payload was packed, see `codec`; 0: by none
     packed: int = 0  # bytes of it then
+    rows: list[int] = []  # pages in which the payload lies, in memory that both sides map: then nothing follows
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that follow the header."""
+        if self.rows:
+            return 0
         return self.packed if self.codec else self.length
 
 
@@ -95,6 +98,8 @@ class Seal:
             raise Refused("malformed", f"format {header.format} is not known here, only {FORMAT}")
         if len(header.blocks) > MAX_BLOCKS or not 0 <= header.stream < MAX_STREAMS or header.length < 0:
             raise Refused("malformed", f"{len(header.blocks)} blocks, {header.length} bytes on stream {header.stream}")
+        if header.rows and (header.codec or len(header.rows) != len(header.blocks)):
+            raise Refused("malformed", f"{len(header.rows)} pages for {len(header.blocks)} blocks")
         if header.codec and (not 0 < header.packed < header.length or header.length % header.codec):
             raise Refused("malformed", f"{header.length} bytes cannot be {header.packed} by codec {header.codec}")
         return header

@@ -22,6 +22,7 @@ class Draw(NamedTuple):
 
     rng: np.random.Generator
     overlap: Overlap = Overlap()
+    tolerance: float = 0.0  # of the policy prefix: a cost that is so much higher, of the least, is as good
     objectives: Objectives = Objectives()
     elsewhere: Elsewhere = NOWHERE  # where a decode worker would get the prompt's KV
 

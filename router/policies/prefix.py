@@ -4,6 +4,9 @@ Workers that are predicted to meet the objectives come first. What counts is the
 time that the answer takes, and in part that which other requests take longer for it. A prefix that all ask for stays
 with its worker until the answers that run there, or the prompts that wait, are predicted to take longer than to compute
 or to fetch it elsewhere.
+
+Predictions are not exact, and the worker that was a hair quicker must not get all that comes. So of those that cost
+nearly the least, and have as much of the prompt, any is taken (`router.cost.alike`).
 """
 
 import numpy as np

@@ -1,8 +1,9 @@
-"""The metrics of the whole cluster in one text: each member's, labelled with its name and role."""
+"""The metrics of the whole cluster, or a share of it, in one text: each member's, by its name, role and model."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import grpc.aio
 import structlog
@@ -10,7 +11,6 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from services.cluster_state import ClusterState
 from services.gateway.placement import Placements
 from services.rpc import cluster_pb2, cluster_pb2_grpc
 from services.rpc_server import ChannelClosed, answer_of
@@ -40,9 +40,25 @@ class _Collected(Collector):
         return list(self._families.values())
 
 
-async def cluster_metrics(state: ClusterState, placements: Placements) -> bytes:
-    """Prometheus text of all members that answer within a second. Each has labels of its own, whatever its name."""
-    members = sorted(state.members(), key=lambda member: (member.role, member.name, member.incarnation))
+def share_of(gateway: str, members: list[cluster_pb2.Member]) -> list[cluster_pb2.Member]:
+    """Those members of which this gateway (an incarnation) tells: of all gateways' shares each member is in just one.
+
+    Members stay where they are as other gateways come and go (highest random weight).
+    """
+    gateways = [member.incarnation for member in members if member.role == "gateway"]
+
+    def weight(candidate: str, member: cluster_pb2.Member) -> bytes:
+        return hashlib.sha256(f"{candidate} {member.incarnation}".encode()).digest()
+
+    def teller(member: cluster_pb2.Member) -> str:
+        return max(gateways, key=lambda candidate: weight(candidate, member))
+
+    return [member for member in members if gateways and teller(member) == gateway]
+
+
+async def cluster_metrics(members: list[cluster_pb2.Member], placements: Placements) -> bytes:
+    """Prometheus text of those that answer within a second. Each has labels of its own, whatever its name."""
+    members = sorted(members, key=lambda member: (member.role, member.name, member.incarnation))
     texts = await asyncio.gather(*(_fetch(placements, member) for member in members))
     collected = _Collected()
     named: set[tuple[str, str]] = set()
@@ -53,6 +69,8 @@ async def cluster_metrics(state: ClusterState, placements: Placements) -> bytes:
         named.add((member.role, member.name))
         name = f"{member.name}@{member.incarnation[:8]}" if is_taken else member.name
         labels = {"worker": name, "role": member.role}
+        if member.HasField("model"):
+            labels["model"] = member.model.name
         try:
             collected.add(f"# TYPE tandem_member_up gauge\ntandem_member_up {int(text is not None)}\n{up}", labels)
         except ValueError as error:

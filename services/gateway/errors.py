@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from starlette.responses import Response
+
+_TOLD = 20  # models of which an error names at most so many
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -35,11 +37,13 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.detail = ErrorDetail(message, kind, param, code)
         self.retry_after = retry_after
+        self.closes = closes  # the connection: what the client still sends is of no use
 
     def body(self) -> bytes:
         """JSON of the error."""
@@ -48,7 +52,8 @@ class ApiError(Exception):
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         """The error as an HTTP response."""
         retry = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return Response(self.body(), self.status, {**(headers or {}), **retry}, "application/json")
+        close = {"connection": "close"} if self.closes else {}
+        return Response(self.body(), self.status, {**(headers or {}), **retry, **close}, "application/json")
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
@@ -71,30 +76,47 @@ def context_length_exceeded(param: str, num_tokens: int, limit: int) -> ApiError
     )
 
 
-def model_not_found(model: str) -> ApiError:
-    """404: the cluster serves another model."""
+def model_not_found(model: str, names: Sequence[str]) -> ApiError:
+    """404: the gateway serves other models, by these names."""
     shown = model if len(model) <= 100 else model[:100] + "…"
+    there_are = ", ".join(names[:_TOLD]) + (", …" if len(names) > _TOLD else "")
     return ApiError(
         404,
-        f"The model `{shown}` does not exist; GET /v1/models lists what there is",
+        f"The model `{shown}` does not exist; there are: {there_are} (GET /v1/models)",
         param="model",
         code="model_not_found",
     )
 
 
-def unauthorized() -> ApiError:
-    """401: no API key, or a wrong one."""
-    return ApiError(
-        401,
-        "Missing or wrong API key; send `Authorization: Bearer <key>`",
-        kind="authentication_error",
-        code="invalid_api_key",
-    )
+def unauthorized(message: str = "Missing or wrong API key; send `Authorization: Bearer <key>`") -> ApiError:
+    """401: no key, or a wrong one."""
+    return ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+
+
+def forbidden(message: str, param: str | None = None) -> ApiError:
+    """403: who asks is known and may not."""
+    return ApiError(403, message, kind="permission_error", param=param, code="forbidden")
 
 
 def overloaded(message: str, retry_after: int = 1) -> ApiError:
     """429: too much at once."""
     return ApiError(429, message, kind="rate_limit_error", code="overloaded", retry_after=retry_after)
+
+
+def load_shed(retry_after: int) -> ApiError:
+    """429: the planner has routers refuse a part of the requests, this one among them."""
+    return ApiError(
+        429,
+        "More requests come than all workers can serve in time; a part of them, the least urgent first, is refused",
+        kind="rate_limit_error",
+        code="load_shed",
+        retry_after=retry_after,
+    )
+
+
+def rate_limited(message: str, retry_after: int) -> ApiError:
+    """429: more than the API key allows."""
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", retry_after=retry_after)
 
 
 def unavailable(message: str, retry_after: int = 1) -> ApiError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from functools import partial
 
 import msgspec
 
 from engine.text.tokenizer import Tokenizer
+from services.api_keys import Tenant
 from services.gateway.choice import Choice, Delta
 from services.gateway.formats import Format, Head
 from services.gateway.openai_types import PromptTokensDetails, Usage
@@ -16,7 +18,9 @@ from services.gateway.placement import Placements
 from services.gateway.sequences import Sequence, SequenceSpec
 from services.gateway.token_socket import TokenSocket
 from services.gateway.validation import Options
+from services.gateway.waterfall import Waterfall, Waterfalls, ordered
 from services.rpc import cluster_pb2, router_pb2
+from services.tracing import trace_id, traceparent
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +33,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     card: cluster_pb2.ModelCard
     room: int  # tokens that prompt and output may have together
-    tenant: str
+    tenant: Tenant
     session: str
     cache_salt: str
     deadline: float  # time.monotonic()
@@ -43,6 +47,7 @@ class Running:
         self.tokens = tokens
         self.incarnation = incarnation
         self.sequences: set[Sequence] = set()
+        self.waterfalls = Waterfalls()
         placements.on_lost(self._worker_lost)
         tokens.on_gap(self._tokens_lost)
 
@@ -121,6 +126,25 @@ class Generation:
         """How often a sequence was placed again."""
         return sum(sequence.attempt for sequence in self._sequences)
 
+    def waterfall(self, arrival: float, outcome: str) -> Waterfall:
+        """What it spent its time on since `arrival` (monotonic seconds)."""
+        seconds = time.monotonic() - arrival
+        return Waterfall(
+            request=self.plan.head.request_id,
+            trace_id=trace_id(traceparent.get()),
+            arrived=time.time() - seconds,
+            seconds=seconds,
+            outcome=outcome,
+            choices=len(self.choices),
+            prompt_tokens=sum(map(len, self.plan.prompts)),
+            output_tokens=sum(choice.num_tokens for choice in self.choices),
+            bars=ordered(self._sequences[0].bars(arrival)),
+        )
+
+    def ended(self, arrival: float, outcome: str) -> None:
+        """Nothing more comes: it is remembered."""
+        self._running.waterfalls.add(self.waterfall(arrival, outcome))
+
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, whatever `n`."""
         n = self.plan.options.n
@@ -154,7 +178,8 @@ class Generation:
             sampling=sampling,
             fingerprint=plan.card.fingerprint,
             cache_salt=plan.cache_salt,
-            tenant=plan.tenant,
+            tenant=plan.tenant.id,
+            weight=plan.tenant.weight,
             session=plan.session,
             priority=options.priority,
             deadline=plan.deadline,

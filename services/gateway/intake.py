@@ -7,21 +7,25 @@ import hashlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from engine.config import ModelError, read_config
 from engine.text.chat_prompt import chat_prompt
-from engine.text.chat_template import ChatTemplate, TemplateError
-from engine.text.tokenizer import Tokenizer
+from engine.text.chat_template import TemplateError
+from services.api_keys import Tenant
 from services.config import GatewayConfig
 from services.gateway import validation
-from services.gateway.errors import context_length_exceeded, invalid, model_not_found, overloaded, unavailable
+from services.gateway.errors import (
+    context_length_exceeded,
+    forbidden,
+    invalid,
+    overloaded,
+    unavailable,
+)
 from services.gateway.formats import ChatFormat, CompletionFormat, Format, Head
 from services.gateway.generation import Generation, Plan, Running
-from services.gateway.model_names import model_names
+from services.gateway.models import Models, TextModel
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.gateway.prompts import check_messages, check_prompts
 from services.gateway.validation import Options
@@ -29,90 +33,75 @@ from services.rpc import cluster_pb2
 
 _LONG_TEXT = 20_000  # characters; tokenised on another thread, so that streams do not wait
 T = TypeVar("T")
-
-
-class TextModel:
-    """Tokenizer, chat template and end tokens of a model folder. Raises ModelError for a malformed one."""
-
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise ModelError(f"the model folder {folder} does not exist; set TANDEM_MODEL to one with a tokenizer.json")
-        config = read_config(folder)
-        self.tokenizer = Tokenizer.from_folder(folder)
-        self.template = ChatTemplate.from_folder(folder)
-        self.vocab_size = min(self.tokenizer.vocab_size, config.vocab_size)
-        eos = self.tokenizer.id_of(self.tokenizer.eos_token)
-        self.eos_token_ids = tuple(sorted({*config.eos_token_ids, *(() if eos is None else (eos,))}))
+Started = tuple[Generation, Callable[[], None]]  # and what to call when it has ended
 
 
 class Intake:
     """Turns bodies into generations, at most `max_in_flight` sequences at a time."""
 
-    def __init__(self, config: GatewayConfig, text: TextModel, running: Running) -> None:
-        self.model_name = config.model_name or Path(config.model).name
-        self.model_names = model_names(self.model_name, config.model_aliases)
+    def __init__(self, config: GatewayConfig, models: Models, running: Running) -> None:
         self.in_flight = 0  # sequences
         self._config = config
-        self._text = text
+        self._models = models
         self._running = running
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatRequest)
 
-    async def completion(self, body: bytes, tenant: str, session: str = "") -> tuple[Generation, Callable[[], None]]:
+    async def completion(self, body: bytes, tenant: Tenant, session: str = "") -> Started:
         """A generation for a body of /v1/completions, and what to call when it has ended. Raises ApiError."""
         request = validation.decode(body, self._completion)
-        card, room = self._card(request.model)
-        options = validation.completion_options(request, self._text.vocab_size)
-        prompts = check_prompts(request, options.n, self._text.vocab_size, room)
+        text = self._models.of(request.model)
+        card, room = self._card(text)
+        options = validation.completion_options(request, text.vocab_size)
+        _check_priority(options, tenant)
+        prompts = check_prompts(request, options.n, text.vocab_size, room)
 
         async def tokenise() -> Generation:
-            ids = [prompt if isinstance(prompt, list) else await self._encode(prompt) for prompt in prompts]
+            ids = [prompt if isinstance(prompt, list) else await _encode(text, prompt) for prompt in prompts]
             plan = self._plan(
-                "cmpl-", "prompt", ids, options, CompletionFormat(self._text.tokenizer, options), card, request.model,
+                "cmpl-", "prompt", ids, options, CompletionFormat(text.tokenizer, options), text, card, request.model,
                 tenant, session, ignore_eos=bool(request.ignore_eos),
             )  # fmt: skip
-            return Generation(plan, self._running, self._text.tokenizer)
+            return Generation(plan, self._running, text.tokenizer)
 
         return await self._admitted(len(prompts) * options.n, tokenise)
 
-    async def chat(self, body: bytes, tenant: str, session: str = "") -> tuple[Generation, Callable[[], None]]:
+    async def chat(self, body: bytes, tenant: Tenant, session: str = "") -> Started:
         """A generation for a body of /v1/chat/completions, and what to call when it has ended. Raises ApiError."""
         request = validation.decode(body, self._chat)
-        card, room = self._card(request.model)
-        options = validation.chat_options(request, self._text.vocab_size)
+        text = self._models.of(request.model)
+        card, room = self._card(text)
+        options = validation.chat_options(request, text.vocab_size)
+        _check_priority(options, tenant)
         messages = check_messages(request, room)
-        template = self._text.template
+        template = text.template
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
 
         async def tokenise() -> Generation:
             size = sum(len(message["content"]) for message in messages)
             try:
-                ids = await _maybe_threaded(size, lambda: chat_prompt(self._text.tokenizer, template, messages))
+                ids = await _maybe_threaded(size, lambda: chat_prompt(text.tokenizer, template, messages))
             except TemplateError as error:
                 raise invalid(f"The chat template refuses the messages: {error}", "messages", "chat_template") from None
             plan = self._plan(
-                "chatcmpl-", "messages", [ids], options, ChatFormat(self._text.tokenizer, options), card, request.model,
+                "chatcmpl-", "messages", [ids], options, ChatFormat(text.tokenizer, options), text, card, request.model,
                 tenant, session, ignore_eos=bool(request.ignore_eos),
             )  # fmt: skip
-            return Generation(plan, self._running, self._text.tokenizer)
+            return Generation(plan, self._running, text.tokenizer)
 
         return await self._admitted(options.n, tokenise)
 
     # Inside
 
-    def _card(self, model: str) -> tuple[cluster_pb2.ModelCard, int]:
-        """The model's card, and the tokens that prompt and output may have together."""
-        if model not in self.model_names:
-            raise model_not_found(model)
-        card = self._running.placements.model
+    def _card(self, text: TextModel) -> tuple[cluster_pb2.ModelCard, int]:
+        """What workers say of the model, and the tokens that prompt and output may have together."""
+        card = self._running.placements.card(text.name)
         if card is None:
-            raise unavailable("No worker has come up yet")
+            raise unavailable(f"No worker of the model `{text.name}` has come up yet")
         return card, min(card.max_model_len, card.num_blocks * card.block_size)
 
-    async def _admitted(
-        self, count: int, tokenise: Callable[[], Awaitable[Generation]]
-    ) -> tuple[Generation, Callable[[], None]]:
+    async def _admitted(self, count: int, tokenise: Callable[[], Awaitable[Generation]]) -> Started:
         if self.in_flight + count > self._config.max_in_flight:
             raise overloaded(f"More than {self._config.max_in_flight} sequences are under way; try again later")
         self.in_flight += count
@@ -126,9 +115,6 @@ class Intake:
             release()
             raise
 
-    async def _encode(self, text: str) -> list[int]:
-        return await _maybe_threaded(len(text), lambda: self._text.tokenizer.encode(text))
-
     def _plan(
         self,
         prefix: str,
@@ -136,9 +122,10 @@ class Intake:
         prompts: list[list[int]],
         options: Options,
         form: Format,
+        text: TextModel,
         card: cluster_pb2.ModelCard,
         model: str,
-        tenant: str,
+        tenant: Tenant,
         session: str,
         *,
         ignore_eos: bool,
@@ -154,14 +141,24 @@ class Intake:
             options=options,
             format=form,
             prompts=prompts,
-            eos_token_ids=() if ignore_eos else self._text.eos_token_ids,
+            eos_token_ids=() if ignore_eos else text.eos_token_ids,
             card=card,
             room=room,
             tenant=tenant,
             session=session,
-            cache_salt=_cache_salt(tenant, options.cache_salt),
+            cache_salt=_cache_salt(tenant.cache, options.cache_salt),
             deadline=time.monotonic() + self._config.request_timeout,
         )
+
+
+def _check_priority(options: Options, tenant: Tenant) -> None:
+    """Lower numbers go first, so nobody may choose any. Raises ApiError 403."""
+    if options.priority < tenant.min_priority:
+        raise forbidden(f"With this API key priority must be at least {tenant.min_priority}", "priority")
+
+
+async def _encode(model: TextModel, text: str) -> list[int]:
+    return await _maybe_threaded(len(text), lambda: model.tokenizer.encode(text))
 
 
 async def _maybe_threaded(size: int, work: Callable[[], T]) -> T:
@@ -169,7 +166,7 @@ async def _maybe_threaded(size: int, work: Callable[[], T]) -> T:
 
 
 def _cache_salt(tenant: str, chosen: str) -> str:
-    """Keeps tenants' caches apart, and within a tenant those of different salts."""
+    """Keeps the caches of tenants (those that share none) apart, and within a tenant those of different salts."""
     if not tenant and not chosen:
         return ""
     return hashlib.sha256(f"{len(tenant)}:{tenant}{chosen}".encode()).hexdigest()[:32]

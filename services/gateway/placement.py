@@ -19,8 +19,9 @@ import stamina
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from router.admission import Shed
 from services.cluster_state import ClusterState
-from services.gateway.errors import ApiError, invalid, overloaded, timed_out, unavailable
+from services.gateway.errors import ApiError, invalid, load_shed, overloaded, timed_out, unavailable
 from services.gateway.retries import RetryBudget
 from services.gateway.routers import NoRouter, Routers
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -77,31 +78,27 @@ class Placements:
         self._watches: dict[str, asyncio.Task[None]] = {}  # by incarnation of a decoding worker
         self._background: set[asyncio.Task[None]] = set()
         self._on_lost: list[Callable[[str], None]] = []
-        self._card: cluster_pb2.ModelCard | None = None
+        self._cards: dict[str, cluster_pb2.ModelCard] = {}  # by the model's name
         state.on_change(self._changed)
 
-    @property
-    def model(self) -> cluster_pb2.ModelCard | None:
-        """What the cluster serves; still known when all workers are gone. None before the first one."""
-        return self._card
+    def card(self, model: str) -> cluster_pb2.ModelCard | None:
+        """What workers say of the model; still known when all are gone. None before the first one."""
+        return self._cards.get(model)
 
-    @property
-    def layouts(self) -> set[tuple[str, int]]:
-        """(layout, tokens) of the KV blocks that workers keep; all that serve the cluster's model."""
-        cards = (member.model for member in self._state.members(*_WORKER_ROLES))
+    def layouts(self, model: str) -> set[tuple[str, int]]:
+        """(layout, tokens) of the KV blocks that workers of the model keep."""
+        cards = (member.model for member in self._members(model, *_WORKER_ROLES))
         return {(card.layout, card.block_size) for card in cards if card.block_size}
 
-    @property
-    def ready(self) -> bool:
-        """Whether a request could run now: there is a router and a worker that decodes."""
+    def is_ready(self, model: str) -> bool:
+        """Whether a request for the model could run now: there is a router and a worker that decodes."""
         return bool(self._state.members("router")) and any(
-            not member.draining and not member.asleep for member in self._state.members(*_DECODING_ROLES)
+            not member.draining and not member.asleep for member in self._members(model, *_DECODING_ROLES)
         )
 
-    @property
-    def asleep(self) -> bool:
-        """Whether there are workers that decode, and all of them sleep."""
-        members = self._state.members(*_DECODING_ROLES)
+    def is_asleep(self, model: str) -> bool:
+        """Whether the model has workers that decode, and all of them sleep."""
+        members = self._members(model, *_DECODING_ROLES)
         return bool(members) and all(member.asleep for member in members)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
@@ -140,14 +137,14 @@ class Placements:
                 wait_jitter=0.05,
             ):
                 with attempt:
-                    if self.asleep:
+                    if self.is_asleep(request.model):
                         raise unavailable("All workers are asleep; `tandem wake` wakes them", _WAKING_SECONDS)
                     request.deadline_seconds = max(deadline - time.monotonic(), 0.001)
                     return await _ask(self._routers.choose(request, attempt.num + lost), request)
         except (NoRouter, ChannelClosed):
             raise unavailable("No router is available now") from None
         except grpc.aio.AioRpcError as error:
-            raise _refusal(error, deadline) from None
+            raise _refusal(error, request.model, deadline) from None
         raise AssertionError("the retry loop ends by return or raise")
 
     async def submit(self, worker: router_pb2.Endpoint, request: worker_pb2.SubmitRequest, deadline: float) -> None:
@@ -189,6 +186,9 @@ class Placements:
 
     # Inside
 
+    def _members(self, model: str, *roles: str) -> list[cluster_pb2.Member]:
+        return [member for member in self._state.members(*roles) if member.model.name == model]
+
     def _is_tried_again(self, error: Exception) -> bool:
         """Whether to ask again: for who is gone one waits, who fails is asked again within the budget."""
         if isinstance(error, NoRouter | ChannelClosed):
@@ -213,7 +213,7 @@ class Placements:
             if address in self._channels and all(other.grpc_address != address for other in self._state.members()):
                 self._spawn(self._channels.pop(address).close())
         elif member.role in _DECODING_ROLES:
-            self._card = member.model
+            self._cards[member.model.name] = member.model
             if member.incarnation not in self._watches:
                 self._watches[member.incarnation] = asyncio.get_running_loop().create_task(self._watch(member))
 
@@ -268,17 +268,19 @@ async def _notice(call: Any) -> None:
         log.debug("a notice was lost", details=str(error))
 
 
-def _refusal(error: grpc.aio.AioRpcError, deadline: float) -> ApiError:
+def _refusal(error: grpc.aio.AioRpcError, model: str, deadline: float) -> ApiError:
     """What the client hears when the router gave no placement."""
     retry_after = _retry_after(error)
     if time.monotonic() >= deadline:
         return timed_out()
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if dict(error.trailing_metadata() or ()).get("shed") == Shed.EXCESS.value:
+            return load_shed(retry_after)
         return overloaded("The cluster is full; try again later", retry_after)
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return invalid(error.details() or "The request cannot be placed", None)
     log.warning("no placement", code=error.code().name, details=error.details())
-    return unavailable("No worker is available now", retry_after)
+    return unavailable(f"No worker of the model `{model}` is available now", retry_after)
 
 
 def _retry_after(error: grpc.aio.AioRpcError) -> int:

@@ -21,6 +21,7 @@ from services.gateway.attempt import Attempt
 from services.gateway.errors import ApiError, internal, timed_out, unavailable
 from services.gateway.placement import Placements, WorkerLost
 from services.gateway.token_socket import TokenSocket
+from services.gateway.waterfall import Bar
 from services.rpc import router_pb2, worker_pb2
 from services.worker.wire import sampling_to_wire
 
@@ -39,6 +40,7 @@ class SequenceSpec(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of the model
     cache_salt: str
     tenant: str
+    weight: float = 1.0  # of the tenant
     session: str
     priority: int
     deadline: float  # time.monotonic()
@@ -65,6 +67,7 @@ class Sequence:
         self._fresh: list[TokenOutput] = []
         self._excluded: list[str] = []
         self._attempt = Attempt(0)
+        self._left: list[Attempt] = []  # that were lost
         self._begun = time.monotonic()
         self._placed = False
         self._lost = False
@@ -74,6 +77,10 @@ class Sequence:
     def ended(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None or self.failure is not None
+
+    def bars(self, arrival: float) -> list[Bar]:
+        """What its attempts spent their time on, seconds after `arrival` (monotonic)."""
+        return [bar for attempt in (*self._left, self._attempt) for bar in attempt.bars(arrival)]
 
     def take(self) -> list[TokenOutput]:
         """New outputs, contiguous with those taken before."""
@@ -110,7 +117,8 @@ class Sequence:
             log.warning("a worker ended a request with an error", request=self.spec.request_id, error=output.error)
             self.failure = self._timed_out() if time.monotonic() >= self.spec.deadline else internal()
         elif output.finish_reason == "abort":
-            self.lose("the worker aborted it", exclude=True)
+            # One that says why it gives the request up has no fault, and still has its KV for others.
+            self.lose(output.error or "the worker aborted it", exclude=output.error is None)
             return
         else:
             is_new = self._append(output)
@@ -181,6 +189,7 @@ class Sequence:
             raise self._timed_out() from None
         if self._lost:
             self._leave("the request has moved")
+            self._left.append(self._attempt)
             self.attempt += 1
             if self.attempt >= _MAX_ATTEMPTS:
                 raise unavailable("The request was moved too often")
@@ -224,10 +233,11 @@ class Sequence:
         return router_pb2.PlaceRequest(
             request_id=spec.request_id,
             attempt=self.attempt,
-            chains=[self._hash_chain(layout, block_size, ids) for layout, block_size in self._placements.layouts],
+            chains=[self._hash_chain(*layout, ids) for layout in self._placements.layouts(spec.model)],
             prompt_tokens=len(ids),
             max_tokens=spec.sampling.max_tokens - len(self.output_token_ids),
             tenant=spec.tenant,
+            weight=spec.weight,
             session=spec.session,
             priority=spec.priority,
             local_prefill_only=local,

@@ -19,6 +19,7 @@ _ROLES = {"decodes": "decode", "prefills": "prefill"}
 class _Entry(NamedTuple):
     at: float  # monotonic seconds
     attempt: str
+    model: str
     prompt_tokens: int
     reason: str
     ttft: float  # predicted seconds
@@ -51,6 +52,7 @@ class Explanations:
             _Entry(
                 at=time.monotonic(),
                 attempt=attempt_name(request.request_id, request.attempt),
+                model=request.model,
                 prompt_tokens=request.prompt_tokens,
                 reason=reason,
                 ttft=placed.decision.ttft,
@@ -82,6 +84,7 @@ class Explanations:
             attempt=entry.attempt,
             seconds_ago=time.monotonic() - entry.at,
             policy=self._policy,
+            model=entry.model,
             prompt_tokens=entry.prompt_tokens,
             reason=entry.reason,
             ttft_seconds=entry.ttft,

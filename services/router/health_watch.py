@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import grpc.aio
 import numpy as np
@@ -97,10 +98,10 @@ class HealthWatch:
         self._tell(now)
 
     def left_out(self, request: router_pb2.PlaceRequest, placed: Placed) -> list[router_pb2.LeftOut]:
-        """Workers that could not be taken for a request, and why."""
-        now, table = time.monotonic(), self._fleet.table
-        out = (table["shut"] | ~table["ready"]) & (table["prefills"] | table["decodes"])
-        found = {int(row): self._why(int(row), now) for row in np.flatnonzero(out)[:_TOLD]}
+        """Workers of its model that could not be taken for a request, and why."""
+        now = time.monotonic()
+        peers = (each for each in self._out(now) if request.model in ("", self._members[each[0]].model.name))
+        found = dict(itertools.islice(peers, _TOLD))
         for incarnation in request.exclude_incarnations:
             if (row := self._fleet.row(incarnation)) is not None:
                 found[row] = "failed this request before"
@@ -108,9 +109,21 @@ class HealthWatch:
         for row in self._health.apart.get(decode, ()):
             found.setdefault(row, self._health.reason_apart(row, decode, now))
         found.pop(decode, None)  # where all fail, one of them is taken all the same
-        return [router_pb2.LeftOut(name=self._name(row), reason=reason) for row, reason in found.items()]
+        return self._named(found.items())
+
+    def out(self, now: float) -> list[router_pb2.LeftOut]:
+        """All workers that get nothing now, and why."""
+        return self._named(self._out(now))
 
     # Inside
+
+    def _out(self, now: float) -> Iterator[tuple[int, str]]:
+        table = self._fleet.table
+        out = (table["shut"] | ~table["ready"]) & (table["prefills"] | table["decodes"])
+        return ((int(row), self._why(int(row), now)) for row in np.flatnonzero(out))
+
+    def _named(self, found: Iterable[tuple[int, str]]) -> list[router_pb2.LeftOut]:
+        return [router_pb2.LeftOut(name=self._name(row), reason=reason) for row, reason in found]
 
     def _why(self, row: int, now: float) -> str:
         member = self._members[row]

@@ -17,7 +17,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from router.shared_load import SharedLoad
-from services.cluster_state import REDIS_ERRORS, redis_client
+from services.redis_client import REDIS_ERRORS, redis_client
 
 log = structlog.get_logger()
 

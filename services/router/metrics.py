@@ -1,5 +1,7 @@
 """What the router exports."""
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.admission import Shed
@@ -66,7 +68,9 @@ class RouterMetrics:
             self.mode.labels(mode.value)
         for state in CACHE_STATES:
             self.caches.labels(state)
-        self.workers = Gauge("tandem_router_workers", "Workers known, by role", ["role"], registry=registry)
+        self.workers = Gauge(
+            "tandem_router_workers", "Workers known, by role and model", ["role", "model"], registry=registry
+        )
         self.blocks = Gauge("tandem_router_index_blocks", "Distinct KV blocks in the index", registry=registry)
         self.reservations = Gauge("tandem_router_reservations", "Requests under way", registry=registry)
         self.full = Gauge(
@@ -86,6 +90,12 @@ class RouterMetrics:
         self.shed = Counter("tandem_router_shed", "Requests refused with 429, by reason", ["reason"], registry=registry)
         for why in Shed:
             self.shed.labels(why.value)
+        self.shed_share = Gauge(
+            "tandem_router_shed_share",
+            "Part of the requests that is refused for the planner",
+            ["model"],
+            registry=registry,
+        )
         self.staleness = Gauge(
             "tandem_router_staleness_seconds",
             "Since another router was heard, of the one silent for longest; 0: there is no other",
@@ -119,3 +129,9 @@ class RouterMetrics:
         self.stalled = Gauge(
             "tandem_router_workers_stalled", "Workers that make no step though they have work", registry=registry
         )
+
+    def forget(self, model: str, roles: Iterable[str]) -> None:
+        """A model is served no more."""
+        self.shed_share.remove(model)
+        for role in roles:
+            self.workers.remove(role, model)

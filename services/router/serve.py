@@ -17,7 +17,7 @@ from services.router.load_stream import LoadStream
 from services.router.service import RouterService
 from services.rpc import cluster_pb2, router_pb2_grpc
 from services.rpc_server import RpcServer
-from services.security import cluster_key
+from services.security import key_of
 
 log = structlog.get_logger()
 
@@ -25,9 +25,9 @@ log = structlog.get_logger()
 async def serve(config: RouterConfig) -> None:
     """Runs until SIGTERM."""
     stop = stop_signal()
-    key = cluster_key(config.cluster_key)
+    key = key_of(config)
     service = RouterService(config, key)
-    rpc = RpcServer(config.bind, 0, key, service.metrics.registry)
+    rpc = RpcServer(config.bind, config.rpc_port, key, service.metrics.registry)
     router_pb2_grpc.add_RouterServicer_to_server(service, rpc.server)
     state = ClusterState(config.state, config.cluster)
     await state.connect()
@@ -37,7 +37,7 @@ async def serve(config: RouterConfig) -> None:
     await rpc.start()
     await state.register(
         cluster_pb2.Member(
-            name=config.name or "router",
+            name=config.name,
             role="router",
             incarnation=service.incarnation,
             grpc_address=rpc.address,

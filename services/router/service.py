@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
 
+from engine.request import TIERS
 from router.admission import Refused
 from router.cost import Objectives
 from router.fit import Measured
@@ -21,25 +25,30 @@ from router.policy import NoWorker, Way
 from router.reservations import Reservation
 from router.shared_load import SharedLoad
 from router.snapshot import Ask
+from router.tiers import number
+from services import tracing
 from services.config import RouterConfig
 from services.process import new_incarnation
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
 from services.router.line import Lines, Released
 from services.router.metrics import RouterMetrics
+from services.router.prefetch import Prefetch
 from services.router.reuse_watch import ReuseWatch
 from services.router.watchers import Watchers, hashes_alike
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc
 from services.security import ClusterKey
+from services.tracing import traceparent
 
 log = structlog.get_logger()
 
-_WORKER_ROLES = ("prefill", "decode", "aggregated")
+_WORKER_ROLES = ("prefill", "decode", "aggregated", "kv")  # the last gets no requests, but has what others may fetch
 _SESSION_BLOCKS = 4  # which keep prompts together that name no session
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _SAY_AGAIN_SECONDS = 60.0
 _WELL = (router_pb2.OK, router_pb2.ABORTED)
+_RETIRED_SECONDS = 3600.0  # after its last worker left, a model is none that lacks workers
 _NO_LAYOUT = -1  # no prompt has hashes of it
 _RATES = 1e-3, 1e9  # tokens per second that a worker may have measured
 _SPREAD = 1.25  # of times to come back: so many times as long at most
@@ -50,21 +59,26 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def __init__(self, config: RouterConfig, key: ClusterKey | None) -> None:
         self.metrics = RouterMetrics()
+        self._config = config
         self._placer = Placer(
             policy=config.policy,
             local_prefill_tokens=config.local_prefill_tokens,
             fetch_tokens=config.fetch_tokens,
             overlap_weight=config.overlap_weight,
             overlap_temperature=config.overlap_temperature,
+            prefix_tolerance=config.prefix_tolerance,
             objectives=Objectives(config.slo_ttft or math.inf, config.slo_tpot or math.inf),
         )
-        self._members: dict[int, cluster_pb2.Member] = {}  # workers, by their rows in the placer's table
+        # Workers and KV services, by their rows in the placer's table.
+        self._members: dict[int, cluster_pb2.Member] = {}
+        self._models: dict[str, float] = {}  # that workers had, and when the last one was here, monotonic seconds
         self._health = HealthWatch(self._placer.health, self._placer.fleet, self._members, key, self.metrics)
         self._watchers = Watchers(self._placer, key, self.metrics)
         self._reuse = ReuseWatch(config.policy, self._watchers, self.metrics)
         self._lines = Lines(self._placer, config.max_queue, config.slo_ttft or math.inf, self.metrics)
+        self._prefetch = Prefetch(self._placer, self._members, config.fetch_tokens, key)
         self._explanations = Explanations(config.policy)
-        self._say_alone_at = 0.0
+        self._say_alone_at: dict[str, float] = {}  # by model
         self.incarnation = new_incarnation()
         self.shared = SharedLoad(self.incarnation, self._placer)
         self.has_news = asyncio.Event()  # for other routers
@@ -84,24 +98,37 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if change == "left":
             self._leave(member.incarnation)
         else:
-            row = self._placer.fleet.join(member.incarnation)
+            tiers = [number(tier) for tier in member.tiers if tier in TIERS] or [0]
+            rows = {tier: self._placer.fleet.join(member.incarnation, tier) for tier in tiers}
+            row = rows[tiers[0]]
             if row not in self._members:
-                self._watchers.join(row, member)
-            self._members[row] = member
-            self._describe(row, member)
+                self._watchers.join(rows, member)
+            elif self._members[row].role != member.role:
+                log.info("a worker has another role", worker=member.name, role=member.role)
+                self._placer.changed_role(row)
+            for each in rows.values():
+                self._members[each] = member
+                self._describe(each, member)
             self._health.heard(row, member.load)
         self._lines.freed()
-        members = self._members.values()
+        members = self._each()
         self.metrics.full.set(sum(m.load.waiting_for_blocks > 0 for m in members))
-        for role in _WORKER_ROLES:
-            self.metrics.workers.labels(role).set(sum(m.role == role for m in members))
+        self._models[member.model.name] = time.monotonic()
+        counts = Counter((m.role, m.model.name) for m in members)
+        for of in itertools.product(_WORKER_ROLES, self._models):
+            self.metrics.workers.labels(*of).set(counts[of])
 
     def _leave(self, incarnation: str) -> None:
-        row = self._placer.fleet.row(incarnation)
-        if row is not None:
+        rows = self._placer.fleet.rows(incarnation)
+        for row in rows:
             del self._members[row]
+        if rows:
             self._placer.leave(incarnation)
-            self._watchers.leave(row)
+            self._watchers.leave(rows[0])
+
+    def _each(self) -> list[cluster_pb2.Member]:
+        """The members, each once."""
+        return list({member.incarnation: member for member in self._members.values()}.values())
 
     def _describe(self, row: int, member: cluster_pb2.Member) -> None:
         fleet, load, alike = self._placer.fleet, member.load, hashes_alike(member)
@@ -109,7 +136,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             row,
             ready=not member.draining and not member.asleep,
             prefills=member.role == "prefill",
-            decodes=member.role != "prefill",
+            decodes=member.role in ("decode", "aggregated"),
             aggregated=member.role == "aggregated",
             fetches=member.fetches and alike,
             sends=member.sends and alike,
@@ -119,7 +146,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             waiting_for_blocks=load.waiting_for_blocks,
             free_tokens=self._free_tokens(row, member),
             prefill_rate=_measured(load, "prefill_tokens_per_second"),
-            fetch_rate=_measured(load, "fetch_tokens_per_second"),
+            fetch_rate=[
+                _measured(load, "fetch_tokens_per_second"),
+                *(_within(load.restore_tokens_per_second.get(tier, math.nan)) for tier in TIERS),
+            ],
         )
 
     def _free_tokens(self, row: int, member: cluster_pb2.Member) -> float:
@@ -141,17 +171,28 @@ class RouterService(router_pb2_grpc.RouterServicer):
         session = session_key(f"{request.tenant}:{request.session}".encode() if request.session else beginning)
         model = self._placer.fleet.model(request.model) if request.model else None
         ask = Ask(request.prompt_tokens, request.max_tokens, request.local_prefill_only, session, model)
+        arrived = time.monotonic()
+        span = tracing.start("place", traceparent.get(), request=request.request_id, attempt=request.attempt)
         try:
-            async with self._lines.turn(request, ask) as held:
-                return self._place(request, ask, chains, held)
+            async with self._lines.turn(request, ask, partial(self._prefetch.begin, chains)) as held:
+                placement = self._place(request, ask, chains, held)
+            if held:
+                tracing.record("queue", span.context, arrived, arrived + held, waits_for="room")
+            span.end(decode=placement.decode.name, prefill=placement.prefill.name, reason=placement.reason)
+            return placement
         except NoWorker as error:
+            span.end(error=str(error))
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error), (("retry-after", "1"),))
         except Refused as error:
+            span.end(error=str(error))
             # Not all shall come back at once.
             seconds = max(1.0, error.retry_after * random.uniform(1.0, _SPREAD))
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), (("retry-after", f"{seconds:.1f}"),))
+            told = (("retry-after", f"{seconds:.1f}"), ("shed", error.why.value))
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), told)
         except Released:
             await context.abort(grpc.StatusCode.ABORTED, "the request was released while it waited")
+        finally:
+            span.end(error="given up")  # unless it has ended
 
     def _place(
         self, request: router_pb2.PlaceRequest, ask: Ask, chains: list[tuple[str, list[bytes]]], held: float
@@ -171,8 +212,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self.metrics.placements.labels(way.value).inc()
         self.metrics.fetches.inc(placed.source is not None)
         if way is Way.ALONE:
-            self._say_alone(time.monotonic())
+            self._say_alone(request.model, time.monotonic())
         placement = self._placement(placed)
+        placement.held_seconds = held
         left_out = self._health.left_out(request, placed)
         self._explanations.add(request, placed, placement.reason, held, left_out, lambda row: self._members[row].name)
         self.metrics.decision_seconds.observe(time.perf_counter() - started)
@@ -184,6 +226,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
         """What is remembered of a request's placements."""
         return self._explanations.of(request.request)
 
+    async def Shed(
+        self, request: router_pb2.ShedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> router_pb2.ShedReply:
+        """For some seconds a part of a model's requests is refused."""
+        if not (0 <= request.share <= 1 and 0 < request.seconds <= _MAX_LEASE_SECONDS):
+            told = f"share 0 to 1, and seconds above 0 and up to {_MAX_LEASE_SECONDS:.0f}, are wanted"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
+        if request.model not in self._models:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker of {request.model} was ever seen here")
+        number = self._placer.fleet.model(request.model)
+        if (share := round(request.share, 2)) != round(self._lines.shed_share(number), 2):
+            log.info("sheds", model=request.model, share=share)
+        self._lines.shed(number, request.share, request.seconds)
+        self.metrics.shed_share.labels(request.model).set(self._lines.shed_share(number))
+        return router_pb2.ShedReply()
+
     async def Status(
         self, request: router_pb2.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.StatusReply:
@@ -192,7 +250,21 @@ class RouterService(router_pb2_grpc.RouterServicer):
         status = self._reuse.status(now)
         status.blocks, status.reservations = len(self._placer.index), len(self._placer.reservations)
         status.routers, status.staleness_seconds = len(self.shared), self.shared.staleness(now)
+        status.left_out.extend(self._health.out(now))
+        status.queued = len(self._lines)
+        status.slo_ttft, status.slo_tpot = self._config.slo_ttft, self._config.slo_tpot
+        status.models.extend(self._served())
         return status
+
+    def _served(self) -> list[router_pb2.ServedModel]:
+        """Models by name, also those whose workers are all gone."""
+        found = {name: router_pb2.ServedModel(name=name) for name in sorted(self._models)}
+        for member in self._each():
+            found[member.model.name].workers[member.role] += 1
+        for name, model in found.items():
+            number = self._placer.fleet.model(name)
+            model.queued, model.shed = self._lines.waiting_for(number), self._lines.shed_share(number)
+        return list(found.values())
 
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -217,6 +289,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self.shared.tick(now)
         self._watchers.tick(now)
         self._reuse.tick(now)
+        self._models |= dict.fromkeys((member.model.name for member in self._members.values()), now)
+        for name, seen in list(self._models.items()):
+            # What was asked for may be over.
+            self.metrics.shed_share.labels(name).set(self._lines.shed_share(self._placer.fleet.model(name)))
+            if now - seen > _RETIRED_SECONDS:
+                del self._models[name]
+                self.metrics.forget(name, _WORKER_ROLES)
 
     def _ended(self, request: router_pb2.ReleaseRequest, booked: Reservation | None, *, told_here: bool) -> None:
         """An attempt has ended. All routers learn from it; that which its gateway told counts it."""
@@ -244,11 +323,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 self.metrics.prediction_ratio.labels(name).observe(ratio)
         return ratios.get("ttft")
 
-    def _say_alone(self, now: float) -> None:
+    def _say_alone(self, model: str, now: float) -> None:
         """A cluster in which decode workers compute the prompts answers all the same, so that nobody might notice."""
-        if now >= self._say_alone_at:
-            self._say_alone_at = now + _SAY_AGAIN_SECONDS
-            log.warning("decode workers compute prompts themselves: no prefill worker is ready")
+        if now >= self._say_alone_at.get(model, 0.0):
+            self._say_alone_at[model] = now + _SAY_AGAIN_SECONDS
+            log.warning("decode workers compute prompts themselves: no prefill worker is ready", model=model)
 
     def _placement(self, placed: Placed) -> router_pb2.Placement:
         decision, snapshot = placed.decision, placed.snapshot
@@ -264,7 +343,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
             tokens = snapshot.cached_tokens[placed.source]
             placement.source.worker.CopyFrom(self._endpoint(placed.source))
             placement.source.tokens = tokens
-            placement.reason += f"; {tokens} tokens to be fetched from {placement.source.worker.name}"
+            tier = int(snapshot.table["tier"][placed.source])
+            placement.source.tier = TIERS[tier - 1] if tier else ""
+            of = f"{placement.source.worker.name} ({placement.source.tier})" if tier else placement.source.worker.name
+            placement.reason += f"; {tokens} tokens to be fetched from {of}"
         return placement
 
     def _endpoint(self, row: int) -> router_pb2.Endpoint:
@@ -274,5 +356,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
 def _measured(load: cluster_pb2.Load, name: str) -> float:
     """NaN: not measured, or no rate at all, which must not reach the costs of all workers."""
-    rate = float(getattr(load, name)) if load.HasField(name) else math.nan
+    return _within(float(getattr(load, name)) if load.HasField(name) else math.nan)
+
+
+def _within(rate: float) -> float:
+    """NaN: it cannot be."""
     return rate if rate == 0 or _RATES[0] <= rate <= _RATES[1] else math.nan

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 import zmq
 
 from engine.hashing import test_vector
+from engine.request import KvEvent
 from router.placer import Placer
-from services.router.cache_watcher import CacheWatcher
+from router.tiers import by_row, held_by_row
+from services.cache_watcher import CacheWatcher
 from services.router.metrics import CACHE_STATES, RouterMetrics
 from services.rpc import cluster_pb2
 from services.security import ClusterKey
@@ -24,8 +28,28 @@ def hashes_alike(member: cluster_pb2.Member) -> bool:
     return member.model.hash_vector == test_vector()
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The router's index has what the worker, or the KV service, of these rows has, by tier."""
+
+    rows: Mapping[int, int]
+    placer: Placer
+    metrics: RouterMetrics
+
+    def replacing(self, held: Mapping[str, Sequence[bytes]]) -> Iterator[None]:
+        for row, hashes in held_by_row(held, self.rows):
+            yield from self.placer.index.replacing(row, hashes)
+
+    def told(self, events: Sequence[KvEvent]) -> None:
+        for row, changes in by_row(events, self.rows):
+            self.placer.told(row, changes)
+
+    def asked(self, *, snapshot: bool) -> None:
+        (self.metrics.resyncs if snapshot else self.metrics.replays).inc()
+
+
 class Watchers:
-    """One for each worker whose events can be followed, by its row; the others are placed by load."""
+    """One for each member whose events can be followed, by its first row; workers without are placed by load."""
 
     def __init__(self, placer: Placer, key: ClusterKey | None, metrics: RouterMetrics) -> None:
         self._placer = placer
@@ -37,8 +61,9 @@ class Watchers:
         self._silent: set[int] = set()  # that was said of
         self._sweeping = False
 
-    def join(self, row: int, member: cluster_pb2.Member) -> None:
-        """Begins to follow a worker."""
+    def join(self, rows: Mapping[int, int], member: cluster_pb2.Member) -> None:
+        """Begins to follow a worker or KV service, whose rows these are, by tier."""
+        row = next(iter(rows.values()))
         self._names[row] = member.name
         self._watchers[row] = None
         if not hashes_alike(member):
@@ -46,7 +71,7 @@ class Watchers:
             log.warning("a worker hashes blocks otherwise; it is placed by load alone", worker=member.name)
             return
         try:
-            self._watchers[row] = CacheWatcher(member, row, self._placer, self._key, self._metrics)
+            self._watchers[row] = CacheWatcher(member, _Rows(rows, self._placer, self._metrics), self._key)
         except zmq.ZMQError as error:
             log.warning("a worker's KV events cannot be followed", worker=member.name, error=str(error))
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/router.proto\x12\ttandem.v1\"\xa0\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1a\n\x12local_prefill_only\x18\t \x01(\x08\x12\x1c\n\x14\x65xclude_incarnations\x18\n \x03(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12$\n\x06\x63hains\x18\x0c \x03(\x0b\x32\x14.tandem.v1.HashChain\x12\x0f\n\x07session\x18\r \x01(\tJ\x04\x08\x03\x10\x04\"1\n\tHashChain\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\">\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xed\x01\n\tPlacement\x12#\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12)\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x03 \x01(\r\x12\x1d\n\x15prefill_cached_blocks\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"C\n\x0cPrefixSource\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"\x9c\x02\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12#\n\x07outcome\x18\x04 \x01(\x0e\x32\x12.tandem.v1.Outcome\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\t\x12\x0f\n\x07prefill\x18\x06 \x01(\t\x12\x16\n\x0eprefill_failed\x18\x07 \x01(\x08\x12\x19\n\x0cttft_seconds\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\n \x01(\x01\x42\x10\n\x0e_cached_tokensB\x0f\n\r_ttft_seconds\"\x0e\n\x0cReleaseReply\"!\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\":\n\x0c\x45xplainReply\x12*\n\nplacements\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Explanation\"\xe8\x02\n\x0b\x45xplanation\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bseconds_ago\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\x12$\n\x08rankings\x18\x07 \x03(\x0b\x32\x12.tandem.v1.Ranking\x12$\n\x08left_out\x18\x08 \x03(\x0b\x32\x12.tandem.v1.LeftOut\x12\x14\n\x0cheld_seconds\x18\t \x01(\x01\x12\x1d\n\x10predicted_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0c\x66ound_tokens\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cttft_seconds\x18\x0c \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\r \x01(\x01\x42\x13\n\x11_predicted_tokensB\x0f\n\r_found_tokens\"\'\n\x07LeftOut\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"R\n\x07Ranking\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\ncandidates\x18\x02 \x01(\r\x12%\n\x04\x62\x65st\x18\x03 \x03(\x0b\x32\x17.tandem.v1.RankedWorker\"\xce\x01\n\x0cRankedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x66\x65tchable_tokens\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x01\x12\x13\n\x0bkept_tokens\x18\x07 \x01(\x01\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\x1a\n\x12waiting_for_blocks\x18\t \x01(\r\"\x0f\n\rStatusRequest\"\x93\x02\n\x0bStatusReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x11\n\tprecision\x18\x04 \x01(\x01\x12\x0e\n\x06recall\x18\x05 \x01(\x01\x12\x32\n\x06\x63\x61\x63hes\x18\x06 \x03(\x0b\x32\".tandem.v1.StatusReply.CachesEntry\x12\x0e\n\x06\x62locks\x18\x07 \x01(\x04\x12\x14\n\x0creservations\x18\x08 \x01(\r\x12\x0f\n\x07routers\x18\t \x01(\r\x12\x19\n\x11staleness_seconds\x18\n \x01(\x01\x1a-\n\x0b\x43\x61\x63hesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*g\n\x07Outcome\x12\n\n\x06UNTOLD\x10\x00\x12\x06\n\x02OK\x10\x01\x12\x10\n\x0c\x43LIENT_ERROR\x10\x02\x12\x10\n\x0cWORKER_ERROR\x10\x03\x12\x08\n\x04LOST\x10\x04\x12\r\n\tTIMED_OUT\x10\x05\x12\x0b\n\x07\x41\x42ORTED\x10\x06\x32\xfa\x01\n\x06Router\x12\x36\n\x05Place\x12\x17.tandem.v1.PlaceRequest\x1a\x14.tandem.v1.Placement\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12=\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x17.tandem.v1.ExplainReply\x12:\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x16.tandem.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/router.proto\x12\ttandem.v1\"\xb0\x02\n\x0cPlaceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x0e\n\x06weight\x18\x0e \x01(\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1a\n\x12local_prefill_only\x18\t \x01(\x08\x12\x1c\n\x14\x65xclude_incarnations\x18\n \x03(\t\x12\r\n\x05model\x18\x0b \x01(\t\x12$\n\x06\x63hains\x18\x0c \x03(\x0b\x32\x14.tandem.v1.HashChain\x12\x0f\n\x07session\x18\r \x01(\tJ\x04\x08\x03\x10\x04\"1\n\tHashChain\x12\x0e\n\x06layout\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\">\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x83\x02\n\tPlacement\x12#\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12)\n\x07prefill\x18\x02 \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1c\n\x14\x64\x65\x63ode_cached_blocks\x18\x03 \x01(\r\x12\x1d\n\x15prefill_cached_blocks\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12,\n\x06source\x18\x06 \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x12\x14\n\x0cheld_seconds\x18\x07 \x01(\x01\x42\n\n\x08_prefillB\t\n\x07_source\"W\n\x0cPrefixSource\x12#\n\x06worker\x18\x01 \x01(\x0b\x32\x13.tandem.v1.Endpoint\x12\x0e\n\x06tokens\x18\x02 \x01(\r\x12\x0c\n\x04tier\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04\"\x9c\x02\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12#\n\x07outcome\x18\x04 \x01(\x0e\x32\x12.tandem.v1.Outcome\x12\x0e\n\x06\x64\x65\x63ode\x18\x05 \x01(\t\x12\x0f\n\x07prefill\x18\x06 \x01(\t\x12\x16\n\x0eprefill_failed\x18\x07 \x01(\x08\x12\x19\n\x0cttft_seconds\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\routput_tokens\x18\t \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_seconds\x18\n \x01(\x01\x42\x10\n\x0e_cached_tokensB\x0f\n\r_ttft_seconds\"\x0e\n\x0cReleaseReply\"!\n\x0e\x45xplainRequest\x12\x0f\n\x07request\x18\x01 \x01(\t\":\n\x0c\x45xplainReply\x12*\n\nplacements\x18\x01 \x03(\x0b\x32\x16.tandem.v1.Explanation\"\xf7\x02\n\x0b\x45xplanation\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\t\x12\x13\n\x0bseconds_ago\x18\x02 \x01(\x01\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x0e\n\x06source\x18\x06 \x01(\t\x12$\n\x08rankings\x18\x07 \x03(\x0b\x32\x12.tandem.v1.Ranking\x12$\n\x08left_out\x18\x08 \x03(\x0b\x32\x12.tandem.v1.LeftOut\x12\x14\n\x0cheld_seconds\x18\t \x01(\x01\x12\x1d\n\x10predicted_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x19\n\x0c\x66ound_tokens\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cttft_seconds\x18\x0c \x01(\x01\x12\x14\n\x0ctpot_seconds\x18\r \x01(\x01\x12\r\n\x05model\x18\x0e \x01(\tB\x13\n\x11_predicted_tokensB\x0f\n\r_found_tokens\"\'\n\x07LeftOut\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"R\n\x07Ranking\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x12\n\ncandidates\x18\x02 \x01(\r\x12%\n\x04\x62\x65st\x18\x03 \x03(\x0b\x32\x17.tandem.v1.RankedWorker\"\xce\x01\n\x0cRankedWorker\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x63ost\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\r\x12\x18\n\x10\x66\x65tchable_tokens\x18\x05 \x01(\r\x12\x15\n\rqueued_tokens\x18\x06 \x01(\x01\x12\x13\n\x0bkept_tokens\x18\x07 \x01(\x01\x12\x10\n\x08requests\x18\x08 \x01(\r\x12\x1a\n\x12waiting_for_blocks\x18\t \x01(\r\"<\n\x0bShedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"\x0b\n\tShedReply\"\x0f\n\rStatusRequest\"\x95\x03\n\x0bStatusReply\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x11\n\tprecision\x18\x04 \x01(\x01\x12\x0e\n\x06recall\x18\x05 \x01(\x01\x12\x32\n\x06\x63\x61\x63hes\x18\x06 \x03(\x0b\x32\".tandem.v1.StatusReply.CachesEntry\x12\x0e\n\x06\x62locks\x18\x07 \x01(\x04\x12\x14\n\x0creservations\x18\x08 \x01(\r\x12\x0f\n\x07routers\x18\t \x01(\r\x12\x19\n\x11staleness_seconds\x18\n \x01(\x01\x12$\n\x08left_out\x18\x0b \x03(\x0b\x32\x12.tandem.v1.LeftOut\x12\x0e\n\x06queued\x18\x0c \x01(\r\x12\x10\n\x08slo_ttft\x18\r \x01(\x01\x12\x10\n\x08slo_tpot\x18\x0e \x01(\x01\x12&\n\x06models\x18\x0f \x03(\x0b\x32\x16.tandem.v1.ServedModel\x1a-\n\x0b\x43\x61\x63hesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x9f\x01\n\x0bServedModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\x07workers\x18\x02 \x03(\x0b\x32#.tandem.v1.ServedModel.WorkersEntry\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0c\n\x04shed\x18\x04 \x01(\x01\x1a.\n\x0cWorkersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01*g\n\x07Outcome\x12\n\n\x06UNTOLD\x10\x00\x12\x06\n\x02OK\x10\x01\x12\x10\n\x0c\x43LIENT_ERROR\x10\x02\x12\x10\n\x0cWORKER_ERROR\x10\x03\x12\x08\n\x04LOST\x10\x04\x12\r\n\tTIMED_OUT\x10\x05\x12\x0b\n\x07\x41\x42ORTED\x10\x06\x32\xb0\x02\n\x06Router\x12\x36\n\x05Place\x12\x17.tandem.v1.PlaceRequest\x1a\x14.tandem.v1.Placement\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12=\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x17.tandem.v1.ExplainReply\x12\x34\n\x04Shed\x12\x16.tandem.v1.ShedRequest\x1a\x14.tandem.v1.ShedReply\x12:\n\x06Status\x12\x18.tandem.v1.StatusRequest\x1a\x16.tandem.v1.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,40 +33,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATUSREPLY_CACHESENTRY']._loaded_options = None
   _globals['_STATUSREPLY_CACHESENTRY']._serialized_options = b'8\001'
-  _globals['_OUTCOME']._serialized_start=2145
-  _globals['_OUTCOME']._serialized_end=2248
+  _globals['_SERVEDMODEL_WORKERSENTRY']._loaded_options = None
+  _globals['_SERVEDMODEL_WORKERSENTRY']._serialized_options = b'8\001'
+  _globals['_OUTCOME']._serialized_start=2585
+  _globals['_OUTCOME']._serialized_end=2688
   _globals['_PLACEREQUEST']._serialized_start=41
-  _globals['_PLACEREQUEST']._serialized_end=329
-  _globals['_HASHCHAIN']._serialized_start=331
-  _globals['_HASHCHAIN']._serialized_end=380
-  _globals['_ENDPOINT']._serialized_start=382
-  _globals['_ENDPOINT']._serialized_end=444
-  _globals['_PLACEMENT']._serialized_start=447
-  _globals['_PLACEMENT']._serialized_end=684
-  _globals['_PREFIXSOURCE']._serialized_start=686
-  _globals['_PREFIXSOURCE']._serialized_end=753
-  _globals['_RELEASEREQUEST']._serialized_start=756
-  _globals['_RELEASEREQUEST']._serialized_end=1040
-  _globals['_RELEASEREPLY']._serialized_start=1042
-  _globals['_RELEASEREPLY']._serialized_end=1056
-  _globals['_EXPLAINREQUEST']._serialized_start=1058
-  _globals['_EXPLAINREQUEST']._serialized_end=1091
-  _globals['_EXPLAINREPLY']._serialized_start=1093
-  _globals['_EXPLAINREPLY']._serialized_end=1151
-  _globals['_EXPLANATION']._serialized_start=1154
-  _globals['_EXPLANATION']._serialized_end=1514
-  _globals['_LEFTOUT']._serialized_start=1516
-  _globals['_LEFTOUT']._serialized_end=1555
-  _globals['_RANKING']._serialized_start=1557
-  _globals['_RANKING']._serialized_end=1639
-  _globals['_RANKEDWORKER']._serialized_start=1642
-  _globals['_RANKEDWORKER']._serialized_end=1848
-  _globals['_STATUSREQUEST']._serialized_start=1850
-  _globals['_STATUSREQUEST']._serialized_end=1865
-  _globals['_STATUSREPLY']._serialized_start=1868
-  _globals['_STATUSREPLY']._serialized_end=2143
-  _globals['_STATUSREPLY_CACHESENTRY']._serialized_start=2098
-  _globals['_STATUSREPLY_CACHESENTRY']._serialized_end=2143
-  _globals['_ROUTER']._serialized_start=2251
-  _globals['_ROUTER']._serialized_end=2501
+  _globals['_PLACEREQUEST']._serialized_end=345
+  _globals['_HASHCHAIN']._serialized_start=347
+  _globals['_HASHCHAIN']._serialized_end=396
+  _globals['_ENDPOINT']._serialized_start=398
+  _globals['_ENDPOINT']._serialized_end=460
+  _globals['_PLACEMENT']._serialized_start=463
+  _globals['_PLACEMENT']._serialized_end=722
+  _globals['_PREFIXSOURCE']._serialized_start=724
+  _globals['_PREFIXSOURCE']._serialized_end=811
+  _globals['_RELEASEREQUEST']._serialized_start=814
+  _globals['_RELEASEREQUEST']._serialized_end=1098
+  _globals['_RELEASEREPLY']._serialized_start=1100
+  _globals['_RELEASEREPLY']._serialized_end=1114
+  _globals['_EXPLAINREQUEST']._serialized_start=1116
+  _globals['_EXPLAINREQUEST']._serialized_end=1149
+  _globals['_EXPLAINREPLY']._serialized_start=1151
+  _globals['_EXPLAINREPLY']._serialized_end=1209
+  _globals['_EXPLANATION']._serialized_start=1212
+  _globals['_EXPLANATION']._serialized_end=1587
+  _globals['_LEFTOUT']._serialized_start=1589
+  _globals['_LEFTOUT']._serialized_end=1628
+  _globals['_RANKING']._serialized_start=1630
+  _globals['_RANKING']._serialized_end=1712
+  _globals['_RANKEDWORKER']._serialized_start=1715
+  _globals['_RANKEDWORKER']._serialized_end=1921
+  _globals['_SHEDREQUEST']._serialized_start=1923
+  _globals['_SHEDREQUEST']._serialized_end=1983
+  _globals['_SHEDREPLY']._serialized_start=1985
+  _globals['_SHEDREPLY']._serialized_end=1996
+  _globals['_STATUSREQUEST']._serialized_start=1998
+  _globals['_STATUSREQUEST']._serialized_end=2013
+  _globals['_STATUSREPLY']._serialized_start=2016
+  _globals['_STATUSREPLY']._serialized_end=2421
+  _globals['_STATUSREPLY_CACHESENTRY']._serialized_start=2376
+  _globals['_STATUSREPLY_CACHESENTRY']._serialized_end=2421
+  _globals['_SERVEDMODEL']._serialized_start=2424
+  _globals['_SERVEDMODEL']._serialized_end=2583
+  _globals['_SERVEDMODEL_WORKERSENTRY']._serialized_start=2537
+  _globals['_SERVEDMODEL_WORKERSENTRY']._serialized_end=2583
+  _globals['_ROUTER']._serialized_start=2691
+  _globals['_ROUTER']._serialized_end=2995
 # @@protoc_insertion_point(module_scope)

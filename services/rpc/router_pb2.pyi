@@ -25,13 +25,14 @@ TIMED_OUT: Outcome
 ABORTED: Outcome
 
 class PlaceRequest(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "priority", "local_prefill_only", "exclude_incarnations", "model", "chains", "session")
+    __slots__ = ("request_id", "attempt", "prompt_tokens", "max_tokens", "deadline_seconds", "tenant", "weight", "priority", "local_prefill_only", "exclude_incarnations", "model", "chains", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_ONLY_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -44,13 +45,14 @@ class PlaceRequest(_message.Message):
     max_tokens: int
     deadline_seconds: float
     tenant: str
+    weight: float
     priority: int
     local_prefill_only: bool
     exclude_incarnations: _containers.RepeatedScalarFieldContainer[str]
     model: str
     chains: _containers.RepeatedCompositeFieldContainer[HashChain]
     session: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., chains: _Optional[_Iterable[_Union[HashChain, _Mapping]]] = ..., session: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., weight: _Optional[float] = ..., priority: _Optional[int] = ..., local_prefill_only: _Optional[bool] = ..., exclude_incarnations: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., chains: _Optional[_Iterable[_Union[HashChain, _Mapping]]] = ..., session: _Optional[str] = ...) -> None: ...
 
 class HashChain(_message.Message):
     __slots__ = ("layout", "block_hashes")
@@ -71,28 +73,32 @@ class Endpoint(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("decode", "prefill", "decode_cached_blocks", "prefill_cached_blocks", "reason", "source")
+    __slots__ = ("decode", "prefill", "decode_cached_blocks", "prefill_cached_blocks", "reason", "source", "held_seconds")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     decode: Endpoint
     prefill: Endpoint
     decode_cached_blocks: int
     prefill_cached_blocks: int
     reason: str
     source: PrefixSource
-    def __init__(self, decode: _Optional[_Union[Endpoint, _Mapping]] = ..., prefill: _Optional[_Union[Endpoint, _Mapping]] = ..., decode_cached_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    held_seconds: float
+    def __init__(self, decode: _Optional[_Union[Endpoint, _Mapping]] = ..., prefill: _Optional[_Union[Endpoint, _Mapping]] = ..., decode_cached_blocks: _Optional[int] = ..., prefill_cached_blocks: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[_Union[PrefixSource, _Mapping]] = ..., held_seconds: _Optional[float] = ...) -> None: ...
 
 class PrefixSource(_message.Message):
-    __slots__ = ("worker", "tokens")
+    __slots__ = ("worker", "tokens", "tier")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     worker: Endpoint
     tokens: int
-    def __init__(self, worker: _Optional[_Union[Endpoint, _Mapping]] = ..., tokens: _Optional[int] = ...) -> None: ...
+    tier: str
+    def __init__(self, worker: _Optional[_Union[Endpoint, _Mapping]] = ..., tokens: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("request_id", "attempt", "cached_tokens", "outcome", "decode", "prefill", "prefill_failed", "ttft_seconds", "output_tokens", "decode_seconds")
@@ -135,7 +141,7 @@ class ExplainReply(_message.Message):
     def __init__(self, placements: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ...) -> None: ...
 
 class Explanation(_message.Message):
-    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out", "held_seconds", "predicted_tokens", "found_tokens", "ttft_seconds", "tpot_seconds")
+    __slots__ = ("attempt", "seconds_ago", "policy", "prompt_tokens", "reason", "source", "rankings", "left_out", "held_seconds", "predicted_tokens", "found_tokens", "ttft_seconds", "tpot_seconds", "model")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +155,7 @@ class Explanation(_message.Message):
     FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     attempt: str
     seconds_ago: float
     policy: str
@@ -162,7 +169,8 @@ class Explanation(_message.Message):
     found_tokens: int
     ttft_seconds: float
     tpot_seconds: float
-    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., held_seconds: _Optional[float] = ..., predicted_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
+    model: str
+    def __init__(self, attempt: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., reason: _Optional[str] = ..., source: _Optional[str] = ..., rankings: _Optional[_Iterable[_Union[Ranking, _Mapping]]] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., held_seconds: _Optional[float] = ..., predicted_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("name", "reason")
@@ -204,12 +212,26 @@ class RankedWorker(_message.Message):
     waiting_for_blocks: int
     def __init__(self, name: _Optional[str] = ..., cost: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., expected_tokens: _Optional[int] = ..., fetchable_tokens: _Optional[int] = ..., queued_tokens: _Optional[float] = ..., kept_tokens: _Optional[float] = ..., requests: _Optional[int] = ..., waiting_for_blocks: _Optional[int] = ...) -> None: ...
 
+class ShedRequest(_message.Message):
+    __slots__ = ("model", "share", "seconds")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    share: float
+    seconds: float
+    def __init__(self, model: _Optional[str] = ..., share: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ShedReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("policy", "mode", "reason", "precision", "recall", "caches", "blocks", "reservations", "routers", "staleness_seconds")
+    __slots__ = ("policy", "mode", "reason", "precision", "recall", "caches", "blocks", "reservations", "routers", "staleness_seconds", "left_out", "queued", "slo_ttft", "slo_tpot", "models")
     class CachesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +249,11 @@ class StatusReply(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    SLO_TTFT_FIELD_NUMBER: _ClassVar[int]
+    SLO_TPOT_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     mode: str
     reason: str
@@ -237,4 +264,28 @@ class StatusReply(_message.Message):
     reservations: int
     routers: int
     staleness_seconds: float
-    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., reason: _Optional[str] = ..., precision: _Optional[float] = ..., recall: _Optional[float] = ..., caches: _Optional[_Mapping[str, int]] = ..., blocks: _Optional[int] = ..., reservations: _Optional[int] = ..., routers: _Optional[int] = ..., staleness_seconds: _Optional[float] = ...) -> None: ...
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    queued: int
+    slo_ttft: float
+    slo_tpot: float
+    models: _containers.RepeatedCompositeFieldContainer[ServedModel]
+    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., reason: _Optional[str] = ..., precision: _Optional[float] = ..., recall: _Optional[float] = ..., caches: _Optional[_Mapping[str, int]] = ..., blocks: _Optional[int] = ..., reservations: _Optional[int] = ..., routers: _Optional[int] = ..., staleness_seconds: _Optional[float] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., queued: _Optional[int] = ..., slo_ttft: _Optional[float] = ..., slo_tpot: _Optional[float] = ..., models: _Optional[_Iterable[_Union[ServedModel, _Mapping]]] = ...) -> None: ...
+
+class ServedModel(_message.Message):
+    __slots__ = ("name", "workers", "queued", "shed")
+    class WorkersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    SHED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    workers: _containers.ScalarMap[str, int]
+    queued: int
+    shed: float
+    def __init__(self, name: _Optional[str] = ..., workers: _Optional[_Mapping[str, int]] = ..., queued: _Optional[int] = ..., shed: _Optional[float] = ...) -> None: ...

@@ -50,6 +50,11 @@ class RouterStub:
                 request_serializer=services_dot_rpc_dot_router__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_router__pb2.ExplainReply.FromString,
                 _registered_method=True)
+        self.Shed = channel.unary_unary(
+                '/tandem.v1.Router/Shed',
+                request_serializer=services_dot_rpc_dot_router__pb2.ShedRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_router__pb2.ShedReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/tandem.v1.Router/Status',
                 request_serializer=services_dot_rpc_dot_router__pb2.StatusRequest.SerializeToString,
@@ -64,7 +69,8 @@ class RouterServicer:
     def Place(self, request, context):
         """Chooses workers and reserves their load at the moment of decision. A request is held until some worker has room for
         it; whoever cancels, or releases the attempt, leaves the queue.
-        UNAVAILABLE: no worker fits now. RESOURCE_EXHAUSTED: the queue is full, or too long for the deadline. Both carry `retry-after` (seconds) in trailing metadata.
+        UNAVAILABLE: no worker fits now. RESOURCE_EXHAUSTED: the queue is full, or too long for the deadline, or `shed` in trailing metadata: the request is more than
+        all workers can do in time. Both carry `retry-after` (seconds) there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +85,13 @@ class RouterServicer:
 
     def Explain(self, request, context):
         """The latest placements, as they were decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Shed(self, request, context):
+        """For some seconds a part of a model's requests is refused, those of the highest priority numbers first. NOT_FOUND: no worker of it was ever seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,6 +121,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=services_dot_rpc_dot_router__pb2.ExplainRequest.FromString,
                     response_serializer=services_dot_rpc_dot_router__pb2.ExplainReply.SerializeToString,
+            ),
+            'Shed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shed,
+                    request_deserializer=services_dot_rpc_dot_router__pb2.ShedRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_router__pb2.ShedReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -197,6 +215,33 @@ class Router:
             '/tandem.v1.Router/Explain',
             services_dot_rpc_dot_router__pb2.ExplainRequest.SerializeToString,
             services_dot_rpc_dot_router__pb2.ExplainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Router/Shed',
+            services_dot_rpc_dot_router__pb2.ShedRequest.SerializeToString,
+            services_dot_rpc_dot_router__pb2.ShedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -92,20 +92,20 @@ class SenderHello(_message.Message):
     start_ticks: int
     def __init__(self, incarnation: _Optional[str] = ..., connector: _Optional[str] = ..., reason: _Optional[str] = ..., boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ...) -> None: ...
 
-class BlockReference(_message.Message):
-    __slots__ = ("incarnation", "block_id", "generation", "content_hash")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
-    incarnation: str
-    block_id: int
-    generation: int
-    content_hash: bytes
-    def __init__(self, incarnation: _Optional[str] = ..., block_id: _Optional[int] = ..., generation: _Optional[int] = ..., content_hash: _Optional[bytes] = ...) -> None: ...
+class BlockReferences(_message.Message):
+    __slots__ = ("incarnations", "block_ids", "generations", "content_hashes")
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    incarnations: _containers.RepeatedScalarFieldContainer[str]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    content_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, incarnations: _Optional[_Iterable[str]] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., content_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds", "connector", "cached_only", "source")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "output_token_ids", "sampling", "priority", "deadline_seconds", "cache_salt", "reply_to", "skip_blocks", "blocks", "lease_seconds", "connector", "cached_only", "source", "traceparent", "block_hashes", "tier")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,9 @@ class Order(_message.Message):
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     CACHED_ONLY_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -131,12 +134,15 @@ class Order(_message.Message):
     cache_salt: str
     reply_to: str
     skip_blocks: int
-    blocks: _containers.RepeatedCompositeFieldContainer[BlockReference]
+    blocks: BlockReferences
     lease_seconds: float
     connector: str
     cached_only: bool
     source: _router_pb2.PrefixSource
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[BlockReference, _Mapping]]] = ..., lease_seconds: _Optional[float] = ..., connector: _Optional[str] = ..., cached_only: _Optional[bool] = ..., source: _Optional[_Union[_router_pb2.PrefixSource, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    tier: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_seconds: _Optional[float] = ..., cache_salt: _Optional[str] = ..., reply_to: _Optional[str] = ..., skip_blocks: _Optional[int] = ..., blocks: _Optional[_Union[BlockReferences, _Mapping]] = ..., lease_seconds: _Optional[float] = ..., connector: _Optional[str] = ..., cached_only: _Optional[bool] = ..., source: _Optional[_Union[_router_pb2.PrefixSource, _Mapping]] = ..., traceparent: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ("lease_seconds",)
@@ -169,16 +175,20 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token_id", "logprob", "top_logprobs", "cached_tokens")
+    __slots__ = ("token_id", "logprob", "top_logprobs", "cached_tokens", "queue_seconds", "prefill_seconds")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: float
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     cached_tokens: int
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    queue_seconds: float
+    prefill_seconds: float
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("bytes", "layers")
@@ -189,16 +199,18 @@ class Progress(_message.Message):
     def __init__(self, bytes: _Optional[int] = ..., layers: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("checksums", "turn", "seconds_since_compute", "bytes")
+    __slots__ = ("checksums", "turn", "seconds_since_compute", "bytes", "tier")
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_COMPUTE_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     turn: int
     seconds_since_compute: float
     bytes: int
-    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., turn: _Optional[int] = ..., seconds_since_compute: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...
+    tier: str
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., turn: _Optional[int] = ..., seconds_since_compute: _Optional[float] = ..., bytes: _Optional[int] = ..., tier: _Optional[str] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("reason",)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc import router_pb2 as services_dot_rpc_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/worker.proto\x12\ttandem.v1\x1a\x19services/rpc/router.proto\"\xc2\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x36\n\nlogit_bias\x18\n \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x8a\x03\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x1b\n\x13gateway_incarnation\x18\n \x01(\t\x12)\n\x07prefill\x18\x0b \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1a\n\x12worker_incarnation\x18\x0c \x01(\t\x12,\n\x06source\x18\r \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"\r\n\x0bSubmitReply\"C\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\'\n\x0c\x44rainRequest\x12\x17\n\x0ftimeout_seconds\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x16\n\x14\x43\x61\x63heSnapshotRequest\"Q\n\x12\x43\x61\x63heSnapshotReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\" \n\x0fKvEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"C\n\rKvEventsReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04kept\x18\x02 \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\x03 \x03(\x0c\"6\n\x0cSleepRequest\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"1\n\nSleepReply\x12\x12\n\nwas_asleep\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\r\n\x0bWakeRequest\"/\n\tWakeReply\x12\x11\n\twas_awake\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\xc9\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.tandem.v1.SubmitRequest\x1a\x16.tandem.v1.SubmitReply\x12\x37\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x15.tandem.v1.AbortReply\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply\x12O\n\rCacheSnapshot\x12\x1f.tandem.v1.CacheSnapshotRequest\x1a\x1d.tandem.v1.CacheSnapshotReply\x12@\n\x08KvEvents\x12\x1a.tandem.v1.KvEventsRequest\x1a\x18.tandem.v1.KvEventsReply2v\n\x05Sleep\x12\x37\n\x05Sleep\x12\x17.tandem.v1.SleepRequest\x1a\x15.tandem.v1.SleepReply\x12\x34\n\x04Wake\x12\x16.tandem.v1.WakeRequest\x1a\x14.tandem.v1.WakeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19services/rpc/worker.proto\x12\ttandem.v1\x1a\x19services/rpc/router.proto\"\xc2\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x36\n\nlogit_bias\x18\n \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x04\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0e \x01(\rH\x01\x88\x01\x01\x12\x15\n\reos_token_ids\x18\x0f \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x8a\x03\n\rSubmitRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x07 \x01(\x01\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08reply_to\x18\t \x01(\t\x12\x1b\n\x13gateway_incarnation\x18\n \x01(\t\x12)\n\x07prefill\x18\x0b \x01(\x0b\x32\x13.tandem.v1.EndpointH\x00\x88\x01\x01\x12\x1a\n\x12worker_incarnation\x18\x0c \x01(\t\x12,\n\x06source\x18\r \x01(\x0b\x32\x17.tandem.v1.PrefixSourceH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_source\"\r\n\x0bSubmitReply\"C\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05known\x18\x01 \x01(\x08\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05leave\x18\x01 \x01(\x08\"\x1f\n\nDrainReply\x12\x11\n\tunder_way\x18\x01 \x01(\r\"\x10\n\x0eUndrainRequest\"\x0e\n\x0cUndrainReply\"E\n\x0eSetRoleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x16\n\x0e\x66inish_seconds\x18\x02 \x01(\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\">\n\x0cSetRoleReply\x12\x0e\n\x06\x62\x65\x66ore\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\r\n\x05moved\x18\x03 \x01(\r\"\x16\n\x14\x43\x61\x63heSnapshotRequest\"w\n\x12\x43\x61\x63heSnapshotReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x03 \x03(\x0c\x12$\n\x05tiers\x18\x04 \x03(\x0b\x32\x15.tandem.v1.TierBlocks\"0\n\nTierBlocks\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\" \n\x0fKvEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\"C\n\rKvEventsReply\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0c\n\x04kept\x18\x02 \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\x03 \x03(\x0c\"6\n\x0cSleepRequest\x12\r\n\x05\x64rain\x18\x01 \x01(\x08\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"1\n\nSleepReply\x12\x12\n\nwas_asleep\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\r\n\x0bWakeRequest\"/\n\tWakeReply\x12\x11\n\twas_awake\x18\x01 \x01(\x08\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x32\x90\x02\n\x06Worker\x12:\n\x06Submit\x12\x18.tandem.v1.SubmitRequest\x1a\x16.tandem.v1.SubmitReply\x12\x37\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x15.tandem.v1.AbortReply\x12O\n\rCacheSnapshot\x12\x1f.tandem.v1.CacheSnapshotRequest\x1a\x1d.tandem.v1.CacheSnapshotReply\x12@\n\x08KvEvents\x12\x1a.tandem.v1.KvEventsRequest\x1a\x18.tandem.v1.KvEventsReply2\x7f\n\x05\x44rain\x12\x37\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x15.tandem.v1.DrainReply\x12=\n\x07Undrain\x12\x19.tandem.v1.UndrainRequest\x1a\x17.tandem.v1.UndrainReply2E\n\x04Role\x12=\n\x07SetRole\x12\x19.tandem.v1.SetRoleRequest\x1a\x17.tandem.v1.SetRoleReply2v\n\x05Sleep\x12\x37\n\x05Sleep\x12\x17.tandem.v1.SleepRequest\x1a\x15.tandem.v1.SleepReply\x12\x34\n\x04Wake\x12\x16.tandem.v1.WakeRequest\x1a\x14.tandem.v1.WakeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,27 +47,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ABORTREPLY']._serialized_start=1001
   _globals['_ABORTREPLY']._serialized_end=1028
   _globals['_DRAINREQUEST']._serialized_start=1030
-  _globals['_DRAINREQUEST']._serialized_end=1069
-  _globals['_DRAINREPLY']._serialized_start=1071
-  _globals['_DRAINREPLY']._serialized_end=1103
-  _globals['_CACHESNAPSHOTREQUEST']._serialized_start=1105
-  _globals['_CACHESNAPSHOTREQUEST']._serialized_end=1127
-  _globals['_CACHESNAPSHOTREPLY']._serialized_start=1129
-  _globals['_CACHESNAPSHOTREPLY']._serialized_end=1210
-  _globals['_KVEVENTSREQUEST']._serialized_start=1212
-  _globals['_KVEVENTSREQUEST']._serialized_end=1244
-  _globals['_KVEVENTSREPLY']._serialized_start=1246
-  _globals['_KVEVENTSREPLY']._serialized_end=1313
-  _globals['_SLEEPREQUEST']._serialized_start=1315
-  _globals['_SLEEPREQUEST']._serialized_end=1369
-  _globals['_SLEEPREPLY']._serialized_start=1371
-  _globals['_SLEEPREPLY']._serialized_end=1420
-  _globals['_WAKEREQUEST']._serialized_start=1422
-  _globals['_WAKEREQUEST']._serialized_end=1435
-  _globals['_WAKEREPLY']._serialized_start=1437
-  _globals['_WAKEREPLY']._serialized_end=1484
-  _globals['_WORKER']._serialized_start=1487
-  _globals['_WORKER']._serialized_end=1816
-  _globals['_SLEEP']._serialized_start=1818
-  _globals['_SLEEP']._serialized_end=1936
+  _globals['_DRAINREQUEST']._serialized_end=1059
+  _globals['_DRAINREPLY']._serialized_start=1061
+  _globals['_DRAINREPLY']._serialized_end=1092
+  _globals['_UNDRAINREQUEST']._serialized_start=1094
+  _globals['_UNDRAINREQUEST']._serialized_end=1110
+  _globals['_UNDRAINREPLY']._serialized_start=1112
+  _globals['_UNDRAINREPLY']._serialized_end=1126
+  _globals['_SETROLEREQUEST']._serialized_start=1128
+  _globals['_SETROLEREQUEST']._serialized_end=1197
+  _globals['_SETROLEREPLY']._serialized_start=1199
+  _globals['_SETROLEREPLY']._serialized_end=1261
+  _globals['_CACHESNAPSHOTREQUEST']._serialized_start=1263
+  _globals['_CACHESNAPSHOTREQUEST']._serialized_end=1285
+  _globals['_CACHESNAPSHOTREPLY']._serialized_start=1287
+  _globals['_CACHESNAPSHOTREPLY']._serialized_end=1406
+  _globals['_TIERBLOCKS']._serialized_start=1408
+  _globals['_TIERBLOCKS']._serialized_end=1456
+  _globals['_KVEVENTSREQUEST']._serialized_start=1458
+  _globals['_KVEVENTSREQUEST']._serialized_end=1490
+  _globals['_KVEVENTSREPLY']._serialized_start=1492
+  _globals['_KVEVENTSREPLY']._serialized_end=1559
+  _globals['_SLEEPREQUEST']._serialized_start=1561
+  _globals['_SLEEPREQUEST']._serialized_end=1615
+  _globals['_SLEEPREPLY']._serialized_start=1617
+  _globals['_SLEEPREPLY']._serialized_end=1666
+  _globals['_WAKEREQUEST']._serialized_start=1668
+  _globals['_WAKEREQUEST']._serialized_end=1681
+  _globals['_WAKEREPLY']._serialized_start=1683
+  _globals['_WAKEREPLY']._serialized_end=1730
+  _globals['_WORKER']._serialized_start=1733
+  _globals['_WORKER']._serialized_end=2005
+  _globals['_DRAIN']._serialized_start=2007
+  _globals['_DRAIN']._serialized_end=2134
+  _globals['_ROLE']._serialized_start=2136
+  _globals['_ROLE']._serialized_end=2205
+  _globals['_SLEEP']._serialized_start=2207
+  _globals['_SLEEP']._serialized_end=2325
 # @@protoc_insertion_point(module_scope)

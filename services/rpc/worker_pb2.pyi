@@ -99,30 +99,68 @@ class AbortReply(_message.Message):
     def __init__(self, known: _Optional[bool] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("timeout_seconds",)
-    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    timeout_seconds: float
-    def __init__(self, timeout_seconds: _Optional[float] = ...) -> None: ...
+    __slots__ = ("leave",)
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
+    leave: bool
+    def __init__(self, leave: _Optional[bool] = ...) -> None: ...
 
 class DrainReply(_message.Message):
-    __slots__ = ("unfinished",)
-    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
-    unfinished: int
-    def __init__(self, unfinished: _Optional[int] = ...) -> None: ...
+    __slots__ = ("under_way",)
+    UNDER_WAY_FIELD_NUMBER: _ClassVar[int]
+    under_way: int
+    def __init__(self, under_way: _Optional[int] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class UndrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role", "finish_seconds", "force")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    finish_seconds: float
+    force: bool
+    def __init__(self, role: _Optional[str] = ..., finish_seconds: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class SetRoleReply(_message.Message):
+    __slots__ = ("before", "seconds", "moved")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    before: str
+    seconds: float
+    moved: int
+    def __init__(self, before: _Optional[str] = ..., seconds: _Optional[float] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class CacheSnapshotRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CacheSnapshotReply(_message.Message):
-    __slots__ = ("incarnation", "sequence", "block_hashes")
+    __slots__ = ("incarnation", "sequence", "block_hashes", "tiers")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     sequence: int
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierBlocks]
+    def __init__(self, incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., block_hashes: _Optional[_Iterable[bytes]] = ..., tiers: _Optional[_Iterable[_Union[TierBlocks, _Mapping]]] = ...) -> None: ...
+
+class TierBlocks(_message.Message):
+    __slots__ = ("tier", "block_hashes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tier: _Optional[str] = ..., block_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class KvEventsRequest(_message.Message):
     __slots__ = ("after",)

@@ -45,11 +45,6 @@ class WorkerStub:
                 request_serializer=services_dot_rpc_dot_worker__pb2.AbortRequest.SerializeToString,
                 response_deserializer=services_dot_rpc_dot_worker__pb2.AbortReply.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/tandem.v1.Worker/Drain',
-                request_serializer=services_dot_rpc_dot_worker__pb2.DrainRequest.SerializeToString,
-                response_deserializer=services_dot_rpc_dot_worker__pb2.DrainReply.FromString,
-                _registered_method=True)
         self.CacheSnapshot = channel.unary_unary(
                 '/tandem.v1.Worker/CacheSnapshot',
                 request_serializer=services_dot_rpc_dot_worker__pb2.CacheSnapshotRequest.SerializeToString,
@@ -81,13 +76,6 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Stops admission and returns when running requests have ended or the time is up.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def CacheSnapshot(self, request, context):
         """The hashes held now and the sequence number of the last batch of KV events that they include.
         """
@@ -114,11 +102,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=services_dot_rpc_dot_worker__pb2.AbortRequest.FromString,
                     response_serializer=services_dot_rpc_dot_worker__pb2.AbortReply.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=services_dot_rpc_dot_worker__pb2.DrainRequest.FromString,
-                    response_serializer=services_dot_rpc_dot_worker__pb2.DrainReply.SerializeToString,
             ),
             'CacheSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.CacheSnapshot,
@@ -197,33 +180,6 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.Worker/Drain',
-            services_dot_rpc_dot_worker__pb2.DrainRequest.SerializeToString,
-            services_dot_rpc_dot_worker__pb2.DrainReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def CacheSnapshot(request,
             target,
             options=(),
@@ -267,6 +223,205 @@ class Worker:
             '/tandem.v1.Worker/KvEvents',
             services_dot_rpc_dot_worker__pb2.KvEventsRequest.SerializeToString,
             services_dot_rpc_dot_worker__pb2.KvEventsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class DrainStub:
+    """Whether a worker takes requests. Both are idempotent.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Drain = channel.unary_unary(
+                '/tandem.v1.Drain/Drain',
+                request_serializer=services_dot_rpc_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_worker__pb2.DrainReply.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/tandem.v1.Drain/Undrain',
+                request_serializer=services_dot_rpc_dot_worker__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_worker__pb2.UndrainReply.FromString,
+                _registered_method=True)
+
+
+class DrainServicer:
+    """Whether a worker takes requests. Both are idempotent.
+    """
+
+    def Drain(self, request, context):
+        """Takes nothing new from now on; what runs goes on. Asked again, it says what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Takes requests again. FAILED_PRECONDITION: it is leaving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DrainServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=services_dot_rpc_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_worker__pb2.DrainReply.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=services_dot_rpc_dot_worker__pb2.UndrainRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_worker__pb2.UndrainReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Drain', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Drain', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Drain:
+    """Whether a worker takes requests. Both are idempotent.
+    """
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Drain/Drain',
+            services_dot_rpc_dot_worker__pb2.DrainRequest.SerializeToString,
+            services_dot_rpc_dot_worker__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Drain/Undrain',
+            services_dot_rpc_dot_worker__pb2.UndrainRequest.SerializeToString,
+            services_dot_rpc_dot_worker__pb2.UndrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class RoleStub:
+    """What a worker is for: the phases that routers give it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.SetRole = channel.unary_unary(
+                '/tandem.v1.Role/SetRole',
+                request_serializer=services_dot_rpc_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=services_dot_rpc_dot_worker__pb2.SetRoleReply.FromString,
+                _registered_method=True)
+
+
+class RoleServicer:
+    """What a worker is for: the phases that routers give it.
+    """
+
+    def SetRole(self, request, context):
+        """Takes another role, keeps weights and cached KV, and ends what is under way of the old one: streams finish or move
+        to others, prompts for others are seen out. Idempotent. INVALID_ARGUMENT: no role. FAILED_PRECONDITION: it cannot
+        take this role, is asleep, drains, or is the last that decodes. ABORTED: another worker changes its role now.
+        UNAVAILABLE: the cluster state does not answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RoleServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=services_dot_rpc_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=services_dot_rpc_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Role', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Role', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Role:
+    """What a worker is for: the phases that routers give it.
+    """
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Role/SetRole',
+            services_dot_rpc_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            services_dot_rpc_dot_worker__pb2.SetRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

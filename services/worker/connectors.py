@@ -12,11 +12,13 @@ from kv_transfer.connectors.base import ConnectorError, PoolDescription, Receive
 from kv_transfer.connectors.codec import CODECS
 from kv_transfer.connectors.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
+from kv_transfer.connectors.lent_memory import Lent, LentReceiver, LentSender
+from kv_transfer.connectors.pinned import PinnedSender
 from kv_transfer.connectors.shared_memory import SharedMemoryReceiver, SharedMemorySender, SharedSegment
 from kv_transfer.connectors.tcp import TcpReceiver
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
-from services.config import ConfigError, WorkerConfig, is_loopback
+from services.config import ConfigError, KvConfig, WorkerConfig, is_loopback
 
 log = structlog.get_logger()
 
@@ -47,25 +49,30 @@ def check_connector(config: WorkerConfig) -> None:
         raise ConfigError("connector nixl: NIXL is not installed; docs/configuration.md says what to install")
 
 
-def codecs_of(config: WorkerConfig) -> tuple[int, ...]:
+def can_be_written(config: WorkerConfig) -> bool:
+    """Whether peers can write into this worker's cache; else it can only read what they lend."""
+    return can_move_kv(config) and not (config.role == "aggregated" and config.device == "cuda")
+
+
+def codecs_of(config: WorkerConfig | KvConfig) -> tuple[int, ...]:
     """Those by which KV may be packed on its way from and to this worker."""
     return CODECS if config.kv_codec == "auto" else ()
 
 
 def offered(
-    config: WorkerConfig,
+    config: WorkerConfig | KvConfig,
     engine: Engine,
     pool: PoolDescription,
     segment: SharedSegment | None,
     stream_key: bytes,
     secure: Secure,
 ) -> list[ReceiverConnector]:
-    """What a worker offers its peers, best first. `segment`: shared memory that the pool lies in.
+    """What a worker or the KV service offers its peers, best first. `segment`: shared memory that the pool lies in.
 
-    Aggregated workers on CUDA devices offer nothing: they can sleep, and then no peer may have mapped their memory.
-    Raises ConnectorError if the one that the configuration names does not work here.
+    Aggregated workers on CUDA devices only read what is lent: they can sleep, and then no peer may have mapped their
+    memory. Raises ConnectorError if the one that the configuration names does not work here.
     """
-    if not can_move_kv(config) or (config.role == "aggregated" and config.device == "cuda"):
+    if isinstance(config, WorkerConfig) and not can_move_kv(config):
         return []
     tensor, generation, host = engine.pages.tensor, engine.generation, config.bind
     codecs = codecs_of(config)
@@ -77,12 +84,16 @@ def offered(
         "nccl": lambda: DistributedReceiver(tensor, pool, generation, host, stream_key),
         "nixl": lambda: nixl.NixlReceiver(tensor, pool, generation, host, stream_key),
     }
+    if segment is None:  # else whoever lends could as well write
+        make["lent_memory"] = lambda: LentReceiver(engine.pages, pool, generation, host, stream_key)
     if segment is not None:
         make["shared_memory"] = lambda: SharedMemoryReceiver(segment, pool)
+    if isinstance(config, WorkerConfig) and not can_be_written(config):
+        make = {kind: make[kind] for kind in ("lent_memory",) if config.connector == "auto"}
     if config.connector != "auto":
         return [make[config.connector]()] if config.connector in make else []
     connectors: list[ReceiverConnector] = []
-    for kind in filter(make.__contains__, _order(config, bool(stream_key))):
+    for kind in filter(make.__contains__, _order(config, tensor.is_cpu, bool(stream_key))):
         try:
             connectors.append(make[kind]())
         except ConnectorError as error:
@@ -90,19 +101,19 @@ def offered(
     return connectors
 
 
-def _order(config: WorkerConfig, has_key: bool) -> tuple[str, ...]:
+def _order(config: WorkerConfig | KvConfig, on_cpu: bool, has_key: bool) -> tuple[str, ...]:
     """Best first. What leaves the machine is encrypted, or at least sealed, unless somebody says otherwise.
 
     torch.distributed and NIXL trust what they are told, so they are for one machine, and for peers that have the key.
     """
     here = is_loopback(config.bind)
     if_installed = ("nixl",) if nixl.is_installed() else ()
-    if config.device == "cuda":
-        return ("cuda_ipc", "nccl", *if_installed) if here and has_key else ("cuda_ipc",)
+    if not on_cpu:
+        return ("cuda_ipc", "lent_memory", *(("nccl", *if_installed) if here and has_key else ()))
     if not here:
-        return "shared_memory", "zmq", "tcp"
+        return "shared_memory", "lent_memory", "zmq", "tcp"
     trusting = (*if_installed, "gloo") if has_key else ()
-    return "shared_memory", "tcp", "zmq", *trusting
+    return "shared_memory", "lent_memory", "tcp", "zmq", *trusting
 
 
 def open_sender(
@@ -110,14 +121,20 @@ def open_sender(
     stream_key: bytes,
     secure: Secure,
     codecs: tuple[int, ...],
+    lent: Lent | None,
     layout: str,
     kind: str,
     description: bytes,
 ) -> SenderConnector:
     """A connector to a peer that has sent this description, for a cache on `device`. Raises ConnectorError."""
+    if device.type != "cpu" and kind in ("tcp", "zmq"):
+        raise ConnectorError(f"{kind} moves no KV of a cache that lies on {device}")
     match kind:
         case "shared_memory":
-            return SharedMemorySender(description, layout)
+            on_cpu = device.type == "cpu"
+            return SharedMemorySender(description, layout) if on_cpu else PinnedSender(description, layout, device)
+        case "lent_memory":
+            return LentSender(description, layout, stream_key, lent)
         case "tcp":
             return TcpSender(description, layout, stream_key, codecs)
         case "zmq":

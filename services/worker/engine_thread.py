@@ -36,7 +36,7 @@ class EngineThread:
         engine.listen = self._run_posted
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.last_progress = time.monotonic()  # moves with every step, and while there is nothing to do
+        self.last_progress = time.monotonic()  # moves with every step and call, and while there is nothing to do
 
     def start(self) -> None:
         """Starts the thread."""
@@ -110,3 +110,4 @@ class EngineThread:
             if item is _STOP:
                 return False
             item()  # type: ignore[operator]
+            self.last_progress = time.monotonic()  # who only serves what is kept makes no steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextvars import Context
 from dataclasses import dataclass
 
 import grpc
@@ -70,7 +71,8 @@ class Links:
         """The stream to a peer; opened once per incarnation, also if nobody waits for it any more. Raises LinkLost."""
         task = self._links.get(peer.incarnation)
         if task is None or (_has_failed(task) and time.monotonic() >= self._try_again_at.get(peer.incarnation, 0.0)):
-            task = asyncio.get_running_loop().create_task(self._open(peer))
+            # In no request's context: the stream serves all.
+            task = asyncio.get_running_loop().create_task(self._open(peer), context=Context())
             self._links[peer.incarnation] = task
         return await asyncio.shield(task)
 

@@ -7,8 +7,9 @@ its thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 import structlog
 
 from engine.engine import Reservation
-from engine.request import Request
+from engine.request import TIERS, Request
 from engine.scheduler import NothingToFetch
 from kv_transfer import receiver as rx
 from kv_transfer.checksums import page_sums
@@ -24,12 +25,14 @@ from kv_transfer.connectors.base import ReceiverConnector
 from kv_transfer.messages import FETCH, Done, FirstToken, Order, PrefixSource, Switch, ToSender
 from kv_transfer.references import BlockRef
 from kv_transfer.states import ReceiverState
+from services import tracing
 from services.rpc import router_pb2, transfer_pb2
 from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
-from services.worker.incoming import Prefix, Receiving
+from services.worker.incoming import Prefix, Receiving, prefix_order, references
 from services.worker.links import Link, LinkLost, Links
 from services.worker.metrics import WorkerMetrics
+from services.worker.notes import Notes
 from services.worker.prefix_costs import PrefixCosts
 from services.worker.room import Room
 from services.worker.timelines import Timeline, Timelines
@@ -72,9 +75,11 @@ class KvReceiver:
         # Fetches under way. True: it came, or would not come for others, either; False: its request was aborted.
         self._fetching: dict[Prefix, asyncio.Future[bool]] = {}
         hello = transfer_pb2.ReceiverHello(incarnation=incarnation, name=name, fingerprint=fingerprint, layout=layout)
-        self._failed: set[str] = set()  # requests whose prefill worker did not deliver, until the gateway is told
+        self._fetches = itertools.count()
+        self.notes = Notes()
+        self.on_verified: Callable[[Sequence[BlockRef], Sequence[int]], None] = lambda blocks, sums: None
         self._links = Links(hello, self._connectors, key, metrics, self._on_frame, self._on_link_lost)
-        self._room = Room(engine, metrics)
+        self._room = Room(engine, metrics, key)
         for connector in connectors:
             metrics.watch(connector.capabilities.kind, connector.counters)
 
@@ -98,7 +103,15 @@ class KvReceiver:
         `hold` as for `Engine.add`. The task ends when the source is asked, or the request computed without; it raises
         ValueError for an id that is in use.
         """
-        return self._begin(request, self._fetch(request, source, hold))
+        reserve = partial(self._engine.engine.reserve, request, prefix_tokens=source.tokens, hold=hold)
+        compute = partial(self._compute, request, hold, source.tokens if source.tier else 0)
+        return self._begin(request, self._fetch(request, source, reserve, compute))
+
+    def fetch_again(self, request: Request, source: PrefixSource) -> None:
+        """As `fetch`, what a preempted request had: one of `Step.fetches`, with its answer so far."""
+        engine, key = self._engine.engine, request.request_id
+        work = self._fetch(request, source, partial(engine.reserved, key), partial(engine.recompute, key))
+        self._begin(request, work)
 
     def _begin(self, request: Request, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         key = request.request_id
@@ -109,23 +122,18 @@ class KvReceiver:
 
     def abort(self, key: str, reason: str) -> bool:
         """Ends the transfer of a request that is not wanted any more. False: there is none, the engine has it."""
-        self._failed.discard(key)
+        self.notes.forget(key)
         if task := self._starting.get(key):
             task.cancel()
             self._engine.post(lambda: self._engine.engine.abort(key))
             return True
-        receiving = self._transfers.get(key) or self._transfers.get(key + FETCH)
-        if receiving is None or receiving.machine.state is ReceiverState.ABORTING:
+        own = (receiving for receiving in self._transfers.values() if receiving.request_id == key)
+        receiving = next((each for each in own if each.machine.state is not ReceiverState.ABORTING), None)
+        if receiving is None:
             return False
         self._count(receiving, "aborted")
         self._carry_out(receiving, receiving.machine.abort(reason, time.monotonic()))
         return True
-
-    def has_failed(self, key: str) -> bool:
-        """Whether a request's prefill worker did not deliver. Tells it once."""
-        if failed := key in self._failed:
-            self._failed.remove(key)
-        return failed
 
     def blocks_freed(self) -> None:
         """A step ended: the first request that waits for room tries again."""
@@ -178,11 +186,12 @@ class KvReceiver:
     ) -> None:
         key = request.request_id
         timeline = self._timelines.open(key, prefill.incarnation, sends=False)
-        timeline.mark("arrived")
+        arrived = time.monotonic()
+        timeline.mark("arrived", at=arrived)
         try:
             await self._links.to(prefill)  # first: for a peer that is gone nobody has to make room
             timeline.mark("linked", prefill.name)
-            reservation = await self._room.reserve(request, timeline)
+            reservation = await self._room.reserve(request, timeline, source)
             link = await self._links.to(prefill)  # again: that may have taken long
         except asyncio.CancelledError:
             timeline.mark("aborted")
@@ -193,13 +202,16 @@ class KvReceiver:
             timeline.mark("recomputed", reason)
             self._metrics.transfers.labels("recomputed").inc()
             if isinstance(error, LinkLost):
-                self._failed.add(key)
+                self.notes.prefill_failed(key)
             await self._engine.call(partial(self._compute, request))
             return
+        now = time.monotonic()
+        self.notes.spent(key, "queue", arrived, now)
+        tracing.record("queue", request.traceparent, arrived, now, waits_for="blocks")
         order = Order(
             transfer_id=key,
             request=request,
-            blocks=self._references(reservation),
+            blocks=references(self._incarnation, self._engine.engine.kv_cache, reservation),
             skip_blocks=reservation.num_cached_blocks,
             reply_to=reply_to,
             lease_seconds=_LEASE_SECONDS,
@@ -208,16 +220,22 @@ class KvReceiver:
         )
         self._order(key, order, link, timeline, request.deadline)
 
-    async def _fetch(self, request: Request, source: PrefixSource, hold: bool) -> None:
+    async def _fetch(
+        self,
+        request: Request,
+        source: PrefixSource,
+        reserve: Callable[[], Reservation | None],
+        compute: Callable[[], object],
+    ) -> None:
         tokens = request.prompt_token_ids + request.output_token_ids
-        prefix = request.cache_salt, tuple(tokens[: source.tokens])
+        prefix = request.cache_salt, tuple(request.block_hashes or tokens[: source.tokens])
         outcome: str | None = None
         while outcome is None and (under_way := self._fetching.get(prefix)) is not None:
             outcome = "shared" if await asyncio.shield(under_way) else None
         if outcome is None:
             self._fetching[prefix] = asyncio.get_running_loop().create_future()
             try:
-                outcome = await self._order_prefix(request, source, hold, prefix)
+                outcome = await self._order_prefix(request, source, reserve, prefix)
             except BaseException:
                 self._over(prefix, False)
                 raise
@@ -225,26 +243,30 @@ class KvReceiver:
                 return
             self._over(prefix, True)
         self._metrics.fetches.labels(outcome).inc()
-        await self._engine.call(partial(self._compute, request, hold))
+        if outcome == "no room":
+            self._room.read_ahead(request, source)
+        await self._engine.call(compute)
 
-    def _compute(self, request: Request, hold: bool = False) -> None:
-        """Engine thread: has the request computed here, whether blocks are reserved for it or not."""
+    def _compute(self, request: Request, hold: bool = False, elsewhere_tokens: int = 0) -> None:
+        """Engine thread: computes it; if nothing is reserved, `elsewhere_tokens` may be fetched once there is room."""
         if not self._engine.engine.recompute(request.request_id):
-            self._engine.engine.add(request, hold=hold)
+            self._engine.engine.add(request, hold=hold, elsewhere_tokens=elsewhere_tokens)
 
     def _over(self, prefix: Prefix, for_all: bool) -> None:
         self._fetching.pop(prefix).set_result(for_all)
 
-    async def _order_prefix(self, request: Request, source: PrefixSource, hold: bool, prefix: Prefix) -> str | None:
+    async def _order_prefix(
+        self, request: Request, source: PrefixSource, reserve: Callable[[], Reservation | None], prefix: Prefix
+    ) -> str | None:
         """Asks `source` for the prefix; None, or what kept it from that."""
-        key, engine = request.request_id, self._engine.engine
-        size = engine.kv_cache.spec.block_size
-        timeline = self._timelines.open(key + FETCH, source.incarnation, sends=False)
+        size = self._engine.engine.kv_cache.spec.block_size
+        key = request.request_id
+        transfer_id = f"{key}/{next(self._fetches)}{FETCH}"  # a request that is preempted may fetch again
+        timeline = self._timelines.open(transfer_id, source.incarnation, sends=False)
         arrived = time.monotonic()
         timeline.mark("arrived", at=arrived)
         peer = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
-        unreachable = "unreachable", "no link to the source as soon as it could be computed"
-        outcome, reason = unreachable
+        outcome, reason = unreachable = "unreachable", "no link to the source as soon as it could be computed"
         reservation = link = None
         try:
             async with asyncio.timeout(self._costs.computing_seconds(source.tokens)):
@@ -252,7 +274,6 @@ class KvReceiver:
             linking = time.monotonic() - arrived
             timeline.mark("linked", source.name)
             outcome, reason = "no room", "no room for it"
-            reserve = partial(engine.reserve, request, prefix_tokens=source.tokens, hold=hold)
             reservation = await self._engine.call(reserve)
             if reservation is not None:
                 outcome, reason = unreachable
@@ -272,49 +293,26 @@ class KvReceiver:
             log.info("a prefix is not fetched", request=key, reason=reason)
             timeline.mark("recomputed", reason)
             return outcome
-        token_ids = (request.prompt_token_ids + request.output_token_ids)[: len(reservation.block_ids) * size]
-        order = Order(
-            transfer_id=key + FETCH,
-            request=msgspec.structs.replace(
-                request, request_id=key + FETCH, prompt_token_ids=token_ids, output_token_ids=[]
-            ),
-            blocks=self._references(reservation),
-            skip_blocks=reservation.num_cached_blocks,
-            reply_to="",
-            lease_seconds=_LEASE_SECONDS,
-            connector=link.connector,
-            cached_only=True,
-        )
+        tokens = (request.prompt_token_ids + request.output_token_ids)[: len(reservation.block_ids) * size]
+        blocks = references(self._incarnation, self._engine.engine.kv_cache, reservation)
+        skipped = reservation.num_cached_blocks
+        due = msgspec.structs.replace(request, deadline=deadline)
+        order = prefix_order(transfer_id, due, tokens, blocks, skipped, link.connector, _LEASE_SECONDS, source.tier)
         receiving = self._order(key, order, link, timeline, deadline, prefix)
+        receiving.tier = source.tier
         asyncio.get_running_loop().call_at(deadline + _TIMER_SECONDS, self._tick, receiving)
         return None
 
-    def _references(self, reservation: Reservation) -> list[BlockRef]:
-        """The pages of all ranks that are to be written, block by block."""
-        spec, num_blocks = self._engine.engine.kv_cache.spec, self._engine.engine.kv_cache.num_blocks
-        return [
-            BlockRef(self._incarnation, rank * num_blocks + block_id, generation)
-            for block_id, generation in zip(
-                reservation.block_ids[reservation.num_cached_blocks :],
-                reservation.generations[reservation.num_cached_blocks :],
-                strict=True,
-            )
-            for rank in range(spec.ranks)
-        ]
-
     def _order(
-        self,
-        key: str,
-        order: Order,
-        link: Link,
-        timeline: Timeline,
-        deadline: float,
-        prefix: Prefix | None = None,
+        self, key: str, order: Order, link: Link, timeline: Timeline, deadline: float, prefix: Prefix | None = None
     ) -> Receiving:
-        now = time.monotonic()
+        now, what = time.monotonic(), "cached prefix" if order.cached_only else "prompt"
+        span = tracing.start("transfer", order.request.traceparent, of=what, sender=link.peer.name)
+        request = msgspec.structs.replace(order.request, traceparent=span.context)
+        order = msgspec.structs.replace(order, request=request)
         machine = rx.ReceiverTransfer(order, deadline=deadline, spare=self._connectors)
         connector = self._connectors[link.connector]
-        receiving = Receiving(key, machine, link, connector, order.blocks, timeline, now, prefix=prefix)
+        receiving = Receiving(key, machine, link, connector, order.blocks, timeline, span, now, prefix=prefix)
         timeline.record.connector = link.connector
         timeline.mark("reserved", f"{len(order.blocks)} blocks, {order.skip_blocks} cached")
         connector.expect(order.transfer_id, order.blocks)
@@ -345,6 +343,7 @@ class KvReceiver:
         actions = receiving.machine.on_message(message, time.monotonic())
         if isinstance(message, FirstToken):
             receiving.timeline.mark("first token")
+            receiving.prefilled(message)
         self._carry_out(receiving, actions)
         if isinstance(message, Switch):
             log.info("KV comes over another connector", request=message.transfer_id, reason=message.reason)
@@ -368,6 +367,7 @@ class KvReceiver:
                 case rx.Verify(done):
                     receiving.landed_at = time.monotonic()
                     receiving.timeline.mark("landed")
+                    receiving.tier = done.tier if done.tier in TIERS else receiving.tier
                     asyncio.get_running_loop().create_task(self._verify(receiving, done))
                 case rx.Join(token_id, logprob, cached_tokens):
                     receiving.timeline.mark("verified")
@@ -377,7 +377,8 @@ class KvReceiver:
                     receiving.timeline.mark("verified")
                     num_blocks = num_pages // engine.kv_cache.spec.ranks
                     seconds = receiving.landed_at - receiving.started
-                    self._costs.fetched(num_blocks * engine.kv_cache.spec.block_size, seconds)
+                    source = self._costs.fetched(receiving.tier)
+                    source.came(num_blocks * engine.kv_cache.spec.block_size, seconds)
                     self._engine.post(partial(self._commit_prefix, receiving, num_blocks))
                 case rx.Recompute(reason):
                     self._recomputed(receiving, reason, "refused")
@@ -387,6 +388,7 @@ class KvReceiver:
                         self._recomputed(receiving, reason, "lost")
                     else:
                         receiving.timeline.mark("aborted", reason)
+                        receiving.span.end(error=reason)
                     ranks = engine.kv_cache.spec.ranks
                     receiving.quarantine = [ref.block_id for ref in receiving.blocks[::ranks]]
                     self._engine.post(partial(engine.detach, key, then_wait=recompute))
@@ -409,15 +411,16 @@ class KvReceiver:
     def _recomputed(self, receiving: Receiving, reason: str, otherwise: str) -> None:
         """A transfer has failed. `otherwise`: what that counts as for a fetch, where the reason is none of its own."""
         receiving.timeline.mark("recomputed", reason)
+        self._spent(receiving, error=reason)
         log.warning("KV transfer failed, the prompt is computed here", request=receiving.request_id, reason=reason)
         if not receiving.fetches:
             self._count(receiving, "recomputed")
             if reason not in _NO_FAILURES:
-                self._failed.add(receiving.request_id)
+                self.notes.prefill_failed(receiving.request_id)
             return
         self._count(receiving, _FETCH_OUTCOMES.get(reason, otherwise))
         if reason == rx.TOO_LATE:
-            self._costs.late(time.monotonic() - receiving.started)
+            self._costs.fetched(receiving.tier).late(time.monotonic() - receiving.started)
 
     def _count(self, receiving: Receiving, outcome: str) -> None:
         (self._metrics.fetches if receiving.fetches else self._metrics.transfers).labels(outcome).inc()
@@ -444,7 +447,8 @@ class KvReceiver:
     def _commit_prefix(self, receiving: Receiving, num_blocks: int) -> None:
         """Engine thread."""
         engine = self._engine.engine
-        if not engine.commit_prefix(receiving.request_id, receiving.machine.order.skip_blocks + num_blocks):
+        landed = receiving.machine.order.skip_blocks + num_blocks
+        if not engine.commit_prefix(receiving.request_id, landed, from_tier=bool(receiving.tier)):
             return  # aborted in the meantime
         self._committed(receiving, num_blocks * engine.kv_cache.spec.ranks)
         self._metrics.fetched_blocks.inc(num_blocks)
@@ -453,8 +457,16 @@ class KvReceiver:
         receiving.timeline.mark("committed")
         self._count(receiving, "committed")
         num_bytes = num_pages * self._engine.engine.kv_cache.spec.block_bytes
+        self._spent(receiving, num_bytes)
         receiving.timeline.record.bytes = num_bytes
-        self._metrics.transfer_bytes.labels(receiving.connector.capabilities.kind).inc(num_bytes)
+        self._metrics.landed(receiving.link.peer.incarnation, receiving.connector.capabilities.kind, num_bytes)
+
+    def _spent(self, receiving: Receiving, num_bytes: int = 0, error: str = "") -> None:
+        """The transfer is over."""
+        self.notes.spent(receiving.request_id, "transfer", receiving.started, time.monotonic())
+        for stage in receiving.stages:
+            self.notes.spent(receiving.request_id, *stage, elsewhere=True)
+        receiving.span.end(error=error, bytes=num_bytes, connector=receiving.connector.capabilities.kind)
 
     async def _verify(self, receiving: Receiving, done: Done) -> None:
         """Waits for what was sent, shuts the writer out, and only then compares: what is right must stay right."""
@@ -480,6 +492,8 @@ class KvReceiver:
         except Exception:  # also what torch and a device raise: the request goes on without these bytes
             log.exception("KV cannot be compared", request=key)
             ok = False
+        if ok:
+            self.on_verified(receiving.blocks[:count], done.checksums)
         self._carry_out(receiving, machine.verified(ok, time.monotonic()))
         if is_late and time.monotonic() > late_at and machine.closed:
             self._links.end(link, f"of {done.num_bytes} bytes of KV {landed} came, and there is no other connector")

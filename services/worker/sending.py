@@ -19,17 +19,21 @@ import grpc
 import grpc.aio
 import structlog
 
+from engine.engine import StepOutput
 from engine.request import TokenOutput
-from engine.scheduler import Entry
+from engine.step import Entry
 from kv_transfer import sender as tx
 from kv_transfer.connectors.base import ConnectorError, PushRefused
 from kv_transfer.connectors.selection import Chosen
 from kv_transfer.messages import FETCH, Order, Renew, ToSender
+from kv_transfer.plan import SumsOf
 from kv_transfer.states import SenderState
 from kv_transfer.transfers import SenderTransfers
+from services import tracing
 from services.rpc import transfer_pb2, transfer_pb2_grpc
 from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.metrics import WorkerMetrics
+from services.worker.notes import begun_at
 from services.worker.peers import Handshakes, OpenConnector, Peer
 from services.worker.receiving import KvReceiver
 from services.worker.timelines import Timeline, Timelines
@@ -51,6 +55,7 @@ class Sending:
     tried: set[str]  # kinds of connectors that the receiver has taken bytes from, or was asked to
     chosen: Chosen
     timeline: Timeline
+    started: float
     switching: bool = False  # from the failure of a connector until pushes go over the next one
     computed: bool = False  # the first token is there, or, of a fetch, what is cached
     seen_out: Chosen | None = None  # what the rest of the bytes is, or was, seen out over
@@ -91,6 +96,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         self._peers: list[Peer] = []
         self._sending: dict[str, Sending] = {}
         self._exports: dict[str, Sending] = {}  # the same, for the engine thread
+        self.sums: SumsOf | None = None  # of pages that are known without reading them
         self.draining = False
         self.asleep = False
 
@@ -98,6 +104,11 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     def num_transfers(self) -> int:
         """Transfers that have not ended."""
         return len(self._sending)
+
+    @property
+    def num_prompts(self) -> int:
+        """Those of them for which a prompt is computed here."""
+        return sum(not sending.machine.order.cached_only for sending in self._sending.values())
 
     async def Connect(
         self,
@@ -132,14 +143,16 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             for connector in peer.selection.take_given_up(in_use):
                 self._loop.run_in_executor(None, connector.close)
 
-    def on_outputs(self, outputs: list[TokenOutput]) -> None:
+    def on_step(self, step: StepOutput) -> None:
         """First tokens go to the gateway and the decode worker at once; then the rest of the bytes is seen out."""
-        for output in outputs:
+        for output in step.outputs:
             sending = self._sending.get(output.request_id)
             if sending is None or not sending.entered:
                 continue
             if output.error is not None or not output.token_ids:
-                self._carry_out(sending, sending.machine.failed(output.error or "the prefill gave no token"))
+                error = output.error or "the prefill gave no token"
+                self._prefilled(sending, step, error)
+                self._carry_out(sending, sending.machine.failed(error))
                 continue
             if not self._engine.engine.pages.tensor.is_cpu:
                 sending.computed_at = time.monotonic()  # what is pushed is only begun there
@@ -159,8 +172,18 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             if output.token_ids[0] not in sampling.stop_token_ids + sampling.eos_token_ids:
                 # One that ends the answer is no text of it: the decode worker will say both at once.
                 self._tokens.publish(order.reply_to, [first])
-            self._carry_out(sending, sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens))
+            spent = self._prefilled(sending, step)
+            token = sending.machine.first_token(output.token_ids[0], logprob, output.cached_tokens, *spent)
+            self._carry_out(sending, token)
             self._complete(sending)
+
+    def _prefilled(self, sending: Sending, step: StepOutput, error: str = "") -> tuple[float, float]:
+        """The prompt is computed, now: seconds that it waited for that, and that it took."""
+        now, ordered, request = time.monotonic(), sending.started, sending.to_send.request
+        begun = max(ordered, begun_at(step.step, request.request_id) or now)
+        tracing.record("queue", request.traceparent, ordered, begun, waits_for="a step")
+        tracing.record("prefill", request.traceparent, begun, now, error=error, tokens=sending.to_send.num_tokens)
+        return begun - ordered, now - begun
 
     def on_layers(self, layers: range, entries: Sequence[Entry]) -> None:
         """Engine thread: pushes what was computed of these layers."""
@@ -242,7 +265,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
         def flush_and_sum(blocks: list[int]) -> list[int]:
             chosen.connector.flush(key)
-            return sending.peer.plan.checksums(engine.pages.tensor, blocks, sending.to_send)
+            return sending.peer.plan.checksums(engine.pages.tensor, blocks, sending.to_send, self.sums)
 
         if is_over() or sending.seen_out is chosen:
             return
@@ -377,7 +400,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
         timeline.record.connector = chosen.kind
         timeline.mark("ordered")
         tried = {expected, chosen.kind}
-        sending = self._sending[machine.transfer_id] = Sending(machine, machine.order, peer, tried, chosen, timeline)
+        sending = Sending(machine, machine.order, peer, tried, chosen, timeline, now)
+        self._sending[machine.transfer_id] = sending
         sending.switching = chosen.kind != expected
         self._carry_out(sending, actions)
         if sending.switching:
@@ -395,13 +419,14 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
             return f"the order {message.transfer_id!r} is for another request, {message.request.request_id!r}"
         if message.cached_only != message.transfer_id.endswith(FETCH):
             return f"{message.transfer_id!r} could be a request of this worker: ids of fetches alone end with {FETCH!r}"
+        if message.request.block_hashes and not message.cached_only:
+            return "what is known by its hashes alone cannot be computed"
         if not message.cached_only and self._engine.engine.on_layers is None:
             return "the sender computes no prompts for others"
         return None
 
     def _carry_out(self, sending: Sending, actions: list[tx.SenderAction]) -> None:
-        engine = self._engine.engine
-        key = sending.machine.transfer_id
+        engine, key = self._engine.engine, sending.machine.transfer_id
         for action in actions:
             match action:
                 case tx.Reply(message):
@@ -420,9 +445,10 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
                 case tx.Release():
                     sending.timeline.mark("source freed")
                     self._exports.pop(key, None)
-                    self._engine.post(lambda: engine.release(key))
+                    self._engine.post(partial(engine.release, key, copied=sending.machine.moved))
         if sending.machine.closed:
             self._sending.pop(key, None)
+            self._receiver.notes.forget(key)  # of what was fetched for it
             self._transfers.forget_closed(sending.peer.incarnation, sending.machine, time.monotonic())
 
     def _begin(self, key: str, sending: Sending) -> None:
@@ -445,6 +471,8 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
     def _hold_cached(self, sending: Sending) -> None:
         """Engine thread. Raises ValueError if nothing is cached that the receiver could use."""
         sending.computed_at = time.monotonic()
+        if sending.to_send.request.block_hashes and not sending.peer.plan.is_identity:
+            raise ValueError("the receiver's blocks have other hashes")
         num_tokens = self._engine.engine.hold_cached(sending.to_send.request)
         sending.entered = num_tokens > 0
         cut = sending.peer.plan.leading(sending.to_send, num_tokens)
@@ -456,8 +484,7 @@ class KvSender(transfer_pb2_grpc.TransferServicer):
 
     async def _stop(self, sending: Sending) -> None:
         """Pushes run on the engine thread: after a call there, none is under way and none follows."""
-        key = sending.machine.transfer_id
-        engine = self._engine.engine
+        engine, key = self._engine.engine, sending.machine.transfer_id
 
         def stop() -> Chosen:
             used, sending.used = sending.used, None

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from engine.engine import Engine, EngineConfig, StepOutput
 from engine.hashing import test_vector
 from engine.memory import describe_cache
+from engine.request import TIERS
 from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ConnectorError, PoolDescription, ReceiverConnector
 from kv_transfer.connectors.shared_memory import (
@@ -31,21 +32,24 @@ from kv_transfer.connectors.shared_memory import (
 )
 from services.cluster_state import ClusterState
 from services.config import ConfigError, WorkerConfig, parse_bytes
-from services.process import new_incarnation, stop_signal
+from services.process import new_incarnation, seconds_since_start, stop_signal
 from services.rpc import cluster_pb2, trace_pb2_grpc, transfer_pb2_grpc, worker_pb2_grpc
 from services.rpc_server import RpcServer
-from services.security import cluster_key
-from services.worker.connectors import can_move_kv, check_connector, codecs_of, offered, open_sender
+from services.security import key_of
+from services.worker.connectors import can_be_written, can_move_kv, check_connector, codecs_of, offered, open_sender
 from services.worker.devices import take_devices
+from services.worker.draining import DrainService
 from services.worker.engine_thread import HANG_SECONDS, EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.load_log import LoadLog
 from services.worker.metrics import WorkerMetrics
 from services.worker.prefix_costs import PrefixCosts
 from services.worker.receiving import KvReceiver
+from services.worker.roles import RoleService, mixed_prefill_tokens
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
 from services.worker.sleeping import SleepService
+from services.worker.swapping import Swapping
 from services.worker.timelines import Timelines
 from services.worker.token_publisher import TokenPublisher
 from services.zmq_sockets import secure
@@ -54,7 +58,6 @@ log = structlog.get_logger()
 
 _TICK_SECONDS = 0.05
 _BEAT_TICKS = 10
-_MIXED_PREFILL_TOKENS = {"decode": 128}  # a prompt that is computed here all the same must not stall the streams
 
 
 async def serve(config: WorkerConfig) -> None:
@@ -86,7 +89,7 @@ class Worker:
     def __init__(self, config: WorkerConfig, stop: asyncio.Event) -> None:
         self._config = config
         self._stop = stop
-        self._key = cluster_key(config.cluster_key)
+        self._key = key_of(config)
         self.incarnation = new_incarnation()
         self.metrics = WorkerMetrics()
         self._segment: SharedSegment | None = None
@@ -101,7 +104,7 @@ class Worker:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_BLOCKING_THREADS, "blocking"))
         for name in reap_stale_segments():
             log.info("removed shared memory of a dead worker", segment=name)
-        rpc = RpcServer(config.bind, config.worker_port, self._key, self.metrics.registry)
+        rpc = RpcServer(config.bind, config.rpc_port, self._key, self.metrics.registry)
         state = ClusterState(config.state, config.cluster)
         await state.connect()
         try:
@@ -141,7 +144,7 @@ class Worker:
                 num_blocks=config.kv_blocks or None,
                 kv_memory=None if config.kv_memory == "auto" else parse_bytes(config.kv_memory),
                 max_batched_tokens=config.max_batched_tokens or usual.max_batched_tokens,
-                max_mixed_prefill_tokens=config.max_mixed_prefill_tokens or _MIXED_PREFILL_TOKENS.get(config.role),
+                max_mixed_prefill_tokens=mixed_prefill_tokens(config, config.role),
                 max_overtaking=config.max_overtaking,
                 max_running=config.max_running or usual.max_running,
                 max_model_len=config.max_model_len or None,
@@ -179,7 +182,7 @@ class Worker:
         except ConnectorError as error:
             if self._config.connector == "shared_memory" or self._config.tensor_parallel > 1:
                 raise
-            log.warning("no shared memory for the KV pool, TCP is used", reason=str(error))
+            log.warning("no shared memory for the KV pool: KV moves over sockets", reason=str(error))
             return None
 
     async def _serve(self, engine: Engine, rpc: RpcServer, state: ClusterState) -> None:
@@ -191,7 +194,7 @@ class Worker:
         stream_key = self._key.kv_streams if self._key else b""
         self._connectors = offered(config, engine, pool, self._segment, stream_key, self._secure)
         open_connector = partial(
-            open_sender, engine.kv_cache.tensor.device, stream_key, self._secure, codecs_of(config)
+            open_sender, engine.kv_cache.tensor.device, stream_key, self._secure, codecs_of(config), None
         )
         thread = EngineThread(engine, self._on_step, self._on_crash)
         tokens = TokenPublisher(self.incarnation, self._key)
@@ -210,6 +213,7 @@ class Worker:
             timelines,
             self._costs,
         )
+        self._swapping = Swapping(socket.gethostname(), thread, self._receiver, self._costs)
         forced = None if config.connector == "auto" else config.connector
         self._sender = KvSender(
             self.incarnation,
@@ -250,6 +254,8 @@ class Worker:
             host=socket.gethostname(),
             fetches=self._receiver.can_fetch,
             sends=can_move_kv(config),
+            gpu=torch.cuda.get_device_name() if config.device == "cuda" else "",
+            gpus=config.tensor_parallel,
             model=cluster_pb2.ModelCard(
                 name=config.model_name or Path(config.model).name,
                 fingerprint=engine.fingerprint,
@@ -260,11 +266,26 @@ class Worker:
                 hash_vector=test_vector(),
             ),
         )
-        sleep = SleepService(self._member, state, thread, self._service, self._sender, self._events, self._on_crash)
+        self._draining = DrainService(self._member, state, self._service, self._sender, self._stop)
+        worker_pb2_grpc.add_DrainServicer_to_server(self._draining, rpc.server)
+        roles = RoleService(config, self._member, state, thread, self._service, self._sender)
+        worker_pb2_grpc.add_RoleServicer_to_server(roles, rpc.server)
+        sleep = SleepService(
+            self._member,
+            state,
+            thread,
+            self._service,
+            self._sender,
+            self._events,
+            self._key,
+            self._on_crash,
+            is_mapped=can_be_written(config) and config.device != "cpu",
+        )
         worker_pb2_grpc.add_SleepServicer_to_server(sleep, rpc.server)
         thread.start()
         await rpc.start()
         await self._refresh_load(thread)
+        self._member.start_seconds = seconds_since_start()
         await state.register(self._member)
         state.on_change(self._on_change)
         await rpc.set_healthy(True)
@@ -272,7 +293,7 @@ class Worker:
         ticker = asyncio.get_running_loop().create_task(self._tick(thread, rpc, tokens))
         ticker.add_done_callback(self._ticker_done)
         await self._stop.wait()
-        await self._drain(state, rpc)
+        await self._drain(rpc)
         ticker.cancel()
         await self._receiver.close()
         tokens.close()
@@ -285,10 +306,11 @@ class Worker:
 
     def _on_step(self, output: StepOutput) -> None:
         """Event loop, after each step: tokens, events, metrics."""
-        self._sender.on_outputs(output.outputs)
-        self._service.publish(output.outputs)
+        self._sender.on_step(output)
+        self._service.publish(output)
         if output.events:
             self._events.publish(output.events)
+        self._swapping.on_step(output.step)
         self._receiver.blocks_freed()
         self.metrics.count_step(output)
         self._costs.computed(output)
@@ -305,6 +327,7 @@ class Worker:
     def _on_change(self, change: str, member: cluster_pb2.Member) -> None:
         if change == "left" and member.role == "gateway":
             self._service.gateway_left(member.incarnation)
+        self._swapping.on_change(change, member)
 
     async def _tick(self, thread: EngineThread, rpc: RpcServer, tokens: TokenPublisher) -> None:
         beats: Counter[str] = Counter()
@@ -318,14 +341,16 @@ class Worker:
             if beats["tick"] % _BEAT_TICKS == 0:
                 tokens.count()
                 self._events.beat()
-                await rpc.set_healthy(now - thread.last_progress < HANG_SECONDS and not self._service.draining)
+                await rpc.set_healthy(now - thread.last_progress < HANG_SECONDS and not self._stop.is_set())
                 await self._refresh_load(thread)
 
     async def _refresh_load(self, thread: EngineThread) -> None:
         """Puts the engine's load into metrics and into the next heartbeat."""
         engine = thread.engine
         quarantined = self._receiver.quarantined_blocks
-        stats, orphaned = await thread.call(lambda: (engine.stats(), engine.orphaned_blocks(quarantined)))
+        stats, orphaned, links = await thread.call(
+            lambda: (engine.stats(), engine.orphaned_blocks(quarantined), self.metrics.latest_links())
+        )
         self._member.load.running = stats.running
         self._member.load.waiting = stats.waiting
         self._member.load.free_blocks = stats.free_blocks
@@ -334,16 +359,20 @@ class Worker:
         if (rate := self._costs.prefill_rate) is not None:
             self._member.load.prefill_tokens_per_second = rate
         self._member.load.ClearField("fetch_tokens_per_second")
-        if (rate := self._costs.fetch_rate) is not None:
+        if (rate := self._costs.fetched("").per_second) is not None:
             self._member.load.fetch_tokens_per_second = rate
+        restored = {tier: self._costs.fetched(tier).per_second for tier in TIERS}
+        self._member.load.restore_tokens_per_second.clear()
+        self._member.load.restore_tokens_per_second.update(
+            {tier: rate for tier, rate in restored.items() if rate is not None}
+        )
+        self.metrics.tell(self._member.load, links)
         self.metrics.set_load(stats, orphaned)
 
-    async def _drain(self, state: ClusterState, rpc: RpcServer) -> None:
+    async def _drain(self, rpc: RpcServer) -> None:
         """Unready first, then finish what runs, then transfers."""
-        self._member.draining = True
-        self._sender.draining = True
         await rpc.set_healthy(False)
-        await state.announce()
+        await self._draining.set(True)
         deadline = time.monotonic() + self._config.drain_seconds
         unfinished = await self._service.drain(self._config.drain_seconds)
         while self._sender.num_transfers and time.monotonic() < deadline:

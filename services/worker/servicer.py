@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,11 @@ import grpc
 import grpc.aio
 import structlog
 
+from engine.engine import StepOutput
 from engine.request import TokenOutput
-from services.rpc import worker_pb2, worker_pb2_grpc
+from services import tracing
+from services.rpc import worker_pb2
+from services.worker.cache_service import CacheService
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
 from services.worker.receiving import KvReceiver
@@ -33,9 +37,12 @@ class Admitted:
     request_id: str
     reply_to: str
     gateway: str  # incarnation
+    traceparent: str
+    arrived: float  # monotonic seconds
+    first_at: float = 0.0
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):
+class WorkerService(CacheService):
     """What gateway and router call. `receiver` runs the requests whose prompt, or its beginning, comes from a peer."""
 
     def __init__(
@@ -49,14 +56,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         max_model_len: int,
         max_waiting: int,
     ) -> None:
-        self.incarnation = incarnation
+        async def held() -> Mapping[str, Sequence[bytes]]:
+            return {"": await engine.call(engine.engine.snapshot_hashes)}
+
+        super().__init__(incarnation, events, held)
         self.draining = False
         self.asleep = False
         self.admitted: dict[str, Admitted] = {}
         self._engine = engine
         self._receiver = receiver
         self._tokens = tokens
-        self._events = events
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._tombstones: OrderedDict[str, float] = OrderedDict()  # key -> monotonic time of the abort
@@ -84,7 +93,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 f"{length} tokens do not fit the worker's 1 to {self._max_model_len}",
             )
         engine_request = request_from_submit(request)
-        self.admitted[key] = Admitted(request.request_id, request.reply_to, request.gateway_incarnation)
+        self.admitted[key] = Admitted(
+            request.request_id,
+            request.reply_to,
+            request.gateway_incarnation,
+            engine_request.traceparent,
+            time.monotonic(),
+        )
         source = source_from_wire(request.source) if request.HasField("source") else None
         if request.HasField("prefill"):
             self._receiver.start(engine_request, request.prefill, request.reply_to, source)
@@ -101,39 +116,19 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         key = sequence_key(request.request_id, request.attempt)
         return worker_pb2.AbortReply(known=self.abort(key, request.reason or "aborted by the gateway"))
 
-    async def Drain(
-        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.DrainReply:
-        """Stops admission and waits for what runs."""
-        return worker_pb2.DrainReply(unfinished=await self.drain(request.timeout_seconds))
-
-    async def CacheSnapshot(
-        self, request: worker_pb2.CacheSnapshotRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.CacheSnapshotReply:
-        """The hashes that can be found now, with the number of the last event they include."""
-        # Taken before the snapshot: events in between are applied twice by the reader, which changes nothing.
-        sequence = self._events.sequence
-        hashes = await self._engine.call(self._engine.engine.snapshot_hashes)
-        return worker_pb2.CacheSnapshotReply(incarnation=self.incarnation, sequence=sequence, block_hashes=hashes)
-
-    async def KvEvents(
-        self, request: worker_pb2.KvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> worker_pb2.KvEventsReply:
-        """What was published behind a number."""
-        batches = self._events.since(request.after)
-        return worker_pb2.KvEventsReply(incarnation=self.incarnation, kept=batches is not None, batches=batches or ())
-
     def abort(self, key: str, reason: str) -> bool:
         """Stops the sequence and its transfer; remembers the key so that a late Submit does nothing."""
-        known = self.admitted.pop(key, None) is not None
+        admitted = self.admitted.pop(key, None)
         self._tombstones[key] = time.monotonic()
         while len(self._tombstones) > _TOMBSTONES:
             self._tombstones.popitem(last=False)
-        if known:
+        if admitted is not None:
             log.debug("aborted", request=key, reason=reason)
+            if admitted.first_at:
+                tracing.record("decode", admitted.traceparent, admitted.first_at, time.monotonic(), finish="abort")
             if not self._receiver.abort(key, reason):
                 self._engine.post(lambda: self._engine.engine.abort(key))
-        return known
+        return admitted is not None
 
     def gateway_left(self, incarnation: str) -> None:
         """A gateway is gone: nobody reads its tokens any more."""
@@ -145,28 +140,58 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             self.abort(key, "the gateway is gone")
             self._tokens.forget(reply_to)
 
+    def move_streams(self, reason: str) -> int:
+        """Gives all requests up, and tells their gateways to place them again; returns how many they were.
+
+        A gateway goes on behind the last token that it has, so that nothing of an answer is lost or said twice.
+        """
+        moving = list(self.admitted.items())
+        for key, admitted in moving:
+            self.abort(key, reason)
+            attempt = int(key.rpartition("/")[2])
+            moved = TokenOutput(
+                request_id=admitted.request_id,
+                attempt=attempt,
+                index=0,
+                token_ids=[],
+                finish_reason="abort",
+                error=reason,
+            )
+            self._tokens.publish(admitted.reply_to, [moved])
+        return len(moving)
+
     async def drain(self, timeout: float) -> int:
-        """Stops admission; returns how many requests still run after at most `timeout` seconds."""
-        self.draining = True
+        """Returns how many requests still run after at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.admitted and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return len(self.admitted)
 
-    def publish(self, outputs: list[TokenOutput]) -> None:
-        """Sends tokens to their gateways, one message each, under the ids that the gateways know."""
+    def publish(self, step: StepOutput) -> None:
+        """Sends a step's tokens to their gateways, one message each, under the ids that the gateways know."""
         by_gateway: dict[str, list[TokenOutput]] = defaultdict(list)
-        for output in outputs:
+        notes = self._receiver.notes
+        for output in step.outputs:
             admitted = self.admitted.get(output.request_id)
             if admitted is None:
                 continue  # aborted, or a prefill for another worker
+            if not admitted.first_at:
+                now = admitted.first_at = time.monotonic()
+                output.stages = notes.take_stages(output, step.step, admitted.traceparent, admitted.arrived, now)
             if output.finish_reason is not None:
                 del self.admitted[output.request_id]
-            output.prefill_failed = self._receiver.has_failed(output.request_id)
+                self._decoded(admitted, output)
+            output.prefill_failed = notes.take_failed(output.request_id)
             output.request_id = admitted.request_id
             by_gateway[admitted.reply_to].append(output)
         for reply_to, batch in by_gateway.items():
             self._tokens.publish(reply_to, batch)
+
+    def _decoded(self, admitted: Admitted, last: TokenOutput) -> None:
+        begin, end = admitted.first_at, time.monotonic()
+        tokens, finish = last.index + len(last.token_ids), str(last.finish_reason)
+        error = last.error or ""
+        tracing.record("decode", admitted.traceparent, begin, end, error=error, tokens=tokens, finish=finish)
 
     def tick(self, now: float) -> None:
         """Forgets old tombstones."""

@@ -23,18 +23,24 @@ from engine.request import KvEvent
 from kv_transfer.connectors.base import ConnectorError
 from services.cluster_state import ClusterState
 from services.rpc import cluster_pb2, worker_pb2, worker_pb2_grpc
+from services.security import ClusterKey
 from services.worker.engine_thread import EngineThread
 from services.worker.event_publisher import EventPublisher
+from services.worker.last_copy import have_copied, keeper_of
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
 
 log = structlog.get_logger()
 
 _POLL_SECONDS = 0.02
+_COPY_SECONDS = 5.0  # that sleep is put off for the KV service
 
 
 class SleepService(worker_pb2_grpc.SleepServicer):
-    """Puts this worker to sleep and wakes it. `member` is what it says of itself in the cluster state."""
+    """Puts this worker to sleep and wakes it. `member` is what it says of itself in the cluster state.
+
+    `is_mapped`: peers have mapped the memory of its cache, which cannot be taken away from them.
+    """
 
     def __init__(
         self,
@@ -44,7 +50,10 @@ class SleepService(worker_pb2_grpc.SleepServicer):
         service: WorkerService,
         sender: KvSender,
         events: EventPublisher,
+        key: ClusterKey | None,
         on_crash: Callable[[BaseException], None],
+        *,
+        is_mapped: bool = False,
     ) -> None:
         self._member = member
         self._state = state
@@ -52,7 +61,9 @@ class SleepService(worker_pb2_grpc.SleepServicer):
         self._service = service
         self._sender = sender
         self._events = events
+        self._key = key
         self._on_crash = on_crash
+        self._is_mapped = is_mapped
         self._one_at_a_time = asyncio.Lock()
 
     async def Sleep(
@@ -64,17 +75,19 @@ class SleepService(worker_pb2_grpc.SleepServicer):
             if self._member.asleep:
                 return worker_pb2.SleepReply(was_asleep=True)
             if self._service.draining:
-                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker is leaving")
-            if self._member.role != "aggregated" and not self._thread.engine.kv_cache.tensor.is_cpu:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this worker is draining")
+            if self._is_mapped:
                 await context.abort(
                     grpc.StatusCode.FAILED_PRECONDITION,
-                    "peers have mapped this worker's device memory: on CUDA devices only aggregated workers can sleep",
+                    "peers have mapped this worker's device memory: on CUDA devices only workers that were started as "
+                    "aggregated ones can sleep",
                 )
             if self._under_way and not request.drain:
                 await context.abort(
                     grpc.StatusCode.FAILED_PRECONDITION,
                     f"{self._under_way} requests are under way: give --drain to wait",
                 )
+            await self._have_copied()
             await self._take_requests(False)
             try:
                 await self._sleep_when_idle(request, context, started + request.timeout_seconds)
@@ -105,6 +118,13 @@ class SleepService(worker_pb2_grpc.SleepServicer):
         seconds = time.monotonic() - started
         log.info("awake", seconds=round(seconds, 3))
         return worker_pb2.WakeReply(seconds=seconds)
+
+    async def _have_copied(self) -> None:
+        """Before anybody hears that this worker sleeps, as it then sends nothing any more."""
+        if (keeper := keeper_of(self._member, self._state)) is not None:
+            hashes = await self._thread.call(self._thread.engine.snapshot_hashes)
+            kept = await have_copied(hashes, self._member, keeper, self._key, _COPY_SECONDS)
+            log.info("the KV service has what is forgotten", blocks=len(hashes), kept=kept)
 
     async def _sleep_when_idle(
         self, request: worker_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any], deadline: float

@@ -65,7 +65,7 @@ def to_receiver_frame(message: m.ToSender, now: float) -> pb.ReceiverFrame:
 
 
 def from_receiver_frame(frame: pb.ReceiverFrame) -> m.ToSender | None:
-    """Message of a frame; None for a hello or an unknown body."""
+    """Message of a frame; None for a hello or an unknown body. Raises DamagedFrame."""
     match frame.WhichOneof("body"):
         case "order":
             return _order_from_wire(frame.transfer_id, frame.order)
@@ -93,6 +93,7 @@ def to_sender_frame(message: m.ToReceiver) -> pb.SenderFrame:
             first = frame.first_token
             first.token_id = message.token_id
             first.cached_tokens = message.cached_tokens
+            first.queue_seconds, first.prefill_seconds = message.queue_seconds, message.prefill_seconds
             if message.logprob is not None:
                 first.logprob = message.logprob.logprob
                 for token_id, logprob in message.logprob.top:
@@ -105,6 +106,7 @@ def to_sender_frame(message: m.ToReceiver) -> pb.SenderFrame:
             frame.done.bytes = message.num_bytes
             frame.done.turn = message.turn
             frame.done.seconds_since_compute = message.seconds_since_compute
+            frame.done.tier = message.tier
         case m.Switch():
             frame.switch.turn = message.turn
             frame.switch.connector = message.connector
@@ -128,12 +130,14 @@ def from_sender_frame(frame: pb.SenderFrame) -> m.ToReceiver | None:
             if first.HasField("logprob"):
                 top = [(entry.token_id, entry.logprob) for entry in first.top_logprobs]
                 logprob = TokenLogprob(first.token_id, first.logprob, top)
-            return m.FirstToken(transfer_id, first.token_id, logprob, first.cached_tokens)
+            seconds = first.queue_seconds, first.prefill_seconds
+            return m.FirstToken(transfer_id, first.token_id, logprob, first.cached_tokens, *seconds)
         case "progress":
             return m.Progress(transfer_id, frame.progress.bytes, frame.progress.layers)
         case "done":
             done = frame.done
-            return m.Done(transfer_id, list(done.checksums), done.bytes, done.turn, done.seconds_since_compute)
+            sums = list(done.checksums)
+            return m.Done(transfer_id, sums, done.bytes, done.turn, done.seconds_since_compute, done.tier)
         case "switch":
             return m.Switch(transfer_id, frame.switch.turn, frame.switch.connector, frame.switch.reason)
         case "failed":
@@ -157,19 +161,19 @@ def _order_to_wire(order: m.Order, now: float) -> pb.Order:
         cache_salt=request.cache_salt,
         reply_to=order.reply_to,
         skip_blocks=order.skip_blocks,
-        blocks=[
-            pb.BlockReference(
-                incarnation=ref.incarnation,
-                block_id=ref.block_id,
-                generation=ref.generation,
-                content_hash=ref.content_hash,
-            )
-            for ref in order.blocks
-        ],
+        blocks=pb.BlockReferences(
+            incarnations=[ref.incarnation for ref in order.blocks],
+            block_ids=[ref.block_id for ref in order.blocks],
+            generations=[ref.generation for ref in order.blocks],
+            content_hashes=[ref.content_hash for ref in order.blocks],
+        ),
         lease_seconds=order.lease_seconds,
         connector=order.connector,
         cached_only=order.cached_only,
         source=None if order.source is None else source_to_wire(order.source),
+        traceparent=request.traceparent,
+        block_hashes=request.block_hashes,
+        tier=order.tier,
     )
 
 
@@ -183,8 +187,14 @@ def _order_from_wire(transfer_id: str, order: pb.Order) -> m.Order:
         priority=order.priority,
         deadline=local_deadline(order.deadline_seconds),
         cache_salt=order.cache_salt,
+        traceparent=order.traceparent,
+        block_hashes=list(order.block_hashes),
     )
-    blocks = [BlockRef(ref.incarnation, ref.block_id, ref.generation, ref.content_hash) for ref in order.blocks]
+    refs = order.blocks
+    columns = refs.incarnations, refs.block_ids, refs.generations, refs.content_hashes
+    if len({len(column) for column in columns}) > 1:
+        raise DamagedFrame("columns of block references have different lengths")
+    blocks = [BlockRef(*ref) for ref in zip(*columns, strict=True)]
     return m.Order(
         transfer_id=transfer_id,
         request=request,
@@ -195,4 +205,5 @@ def _order_from_wire(transfer_id: str, order: pb.Order) -> m.Order:
         connector=order.connector,
         cached_only=order.cached_only,
         source=source_from_wire(order.source) if order.HasField("source") else None,
+        tier=order.tier,
     )

@@ -3,9 +3,10 @@
 import math
 import time
 
-from engine.request import Request, SamplingParams
+from engine.request import TIERS, Request, SamplingParams
 from kv_transfer.messages import PrefixSource
 from services.rpc import router_pb2, worker_pb2
+from services.tracing import traceparent
 
 _MAX_SECONDS = 86_400.0
 
@@ -55,13 +56,14 @@ def sampling_to_wire(sampling: SamplingParams) -> worker_pb2.Sampling:
 def source_from_wire(message: router_pb2.PrefixSource) -> PrefixSource:
     """Where leading blocks of a prompt may be fetched."""
     worker = message.worker
-    return PrefixSource(worker.name, worker.incarnation, worker.address, message.tokens)
+    tier = message.tier if message.tier in ("", *TIERS) else TIERS[-1]  # of a router newer than this
+    return PrefixSource(worker.name, worker.incarnation, worker.address, message.tokens, tier)
 
 
 def source_to_wire(source: PrefixSource) -> router_pb2.PrefixSource:
     """Inverse of `source_from_wire`."""
     worker = router_pb2.Endpoint(name=source.name, incarnation=source.incarnation, address=source.address)
-    return router_pb2.PrefixSource(worker=worker, tokens=source.tokens)
+    return router_pb2.PrefixSource(worker=worker, tokens=source.tokens, tier=source.tier)
 
 
 def local_deadline(remaining_seconds: float) -> float:
@@ -77,7 +79,7 @@ def sequence_key(request_id: str, attempt: int) -> str:
 
 
 def request_from_submit(message: worker_pb2.SubmitRequest) -> Request:
-    """The engine request of a Submit; its id is the sequence key, so attempts never mix."""
+    """The engine request of the Submit being served; its id is the sequence key, so attempts never mix."""
     return Request(
         request_id=sequence_key(message.request_id, message.attempt),
         attempt=message.attempt,
@@ -87,4 +89,5 @@ def request_from_submit(message: worker_pb2.SubmitRequest) -> Request:
         priority=message.priority,
         deadline=local_deadline(message.deadline_seconds),
         cache_salt=message.cache_salt,
+        traceparent=traceparent.get(),
     )

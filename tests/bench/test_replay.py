@@ -11,21 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import bench.replay.cluster as cluster_module
+import planner.simulator.cluster as cluster_module
 from bench.errors import BenchError
-from bench.replay.clock import Clock
-from bench.replay.cluster import ORACLE, Cluster
-from bench.replay.job import BLOCK_SIZE, Job
 from bench.replay.report import add_distance, summarise, without_cpu_time
-from bench.replay.settings import Settings
-from bench.replay.timing import Timing
-from bench.replay.traces import Demand, Trace, load_trace
-from bench.replay.worker import MockWorker, Told
+from bench.replay.traces import load_trace
 from bench.router_replay import check_fits
 from engine.block_pool import BlockPool
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler, Step
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, State
+from engine.step import Step
+from planner.offer import Offer
+from planner.simulator.clock import Clock
+from planner.simulator.cluster import ORACLE, Cluster
+from planner.simulator.demand import Demand, Trace
+from planner.simulator.job import BLOCK_SIZE, Job
+from planner.simulator.settings import Settings
+from planner.simulator.timing import Timing
+from planner.simulator.worker import MockWorker, Told
 from router.policies import POLICIES
 
 SMALL = Settings(workers=4, kv_tokens=60 * BLOCK_SIZE, seed=3)
@@ -41,7 +44,7 @@ def demand(name: int, prompt: int, output: int) -> Demand:
 
 
 def made(demands: list[Demand], gap: float = 0.3) -> Trace:
-    return Trace("made", demands, gap * np.arange(len(demands)), 0.0)
+    return Trace("made", demands, gap * np.arange(len(demands)))
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +170,22 @@ def test_a_prompt_computed_elsewhere_costs_two_hops_and_a_move() -> None:
     assert flight.ended_at - flight.first_at == pytest.approx(answer + timing.transfer(1000))
 
 
+def test_workers_that_prefill_may_be_of_another_kind() -> None:
+    """Two GPUs each, with steps of their own and a faster link; those that decode stay as they are."""
+    fast = Timing(prompt_step=4e-3, prompt_token=12e-6, prompt_token_context=0.9e-9, link_bytes=200e9)
+    offer = Offer(gpus=2, timing=fast, kv_tokens=1_000_000, max_batched_tokens=4096)
+    cluster = run(
+        made([demand(1, 3000, 300)]), settings=replace(SMALL, workers=2, prefill_workers=1, prefill_offer=offer)
+    )
+    flight = cluster.flights[0]
+    step = 4e-3 + 12e-6 * 3000 + 0.9e-9 * 3000 * 1500  # one, not three of 1,280 tokens
+    assert flight.first_at == pytest.approx(3 * SMALL.hop + step)
+    answer = Timing().decodes(299, 1, 3000)
+    assert flight.ended_at - flight.first_at == pytest.approx(answer + fast.transfer(3000))
+    assert [worker.gpus for worker in cluster.members.there()] == [2, 1]
+    assert cluster.members.gpu_seconds == pytest.approx(3 * cluster.clock.now)
+
+
 def test_steps_within_is_the_inverse_of_decodes() -> None:
     timing = Timing()
     for sequences, kept in ((1, 100), (32, 40_000), (256, 500_000)):
@@ -197,7 +216,7 @@ def test_a_mock_worker_takes_the_steps_of_the_engines_own_scheduler() -> None:
         Demand(prompt, output, chain(name, prompt // BLOCK_SIZE) + chain(100 + number, (prompt + output) // BLOCK_SIZE))
         for number, (_, name, prompt, output) in enumerate(asked)
     ]
-    trace = Trace("made", demands, np.array([at for at, *_ in asked]), 0.0)
+    trace = Trace("made", demands, np.array([at for at, *_ in asked]))
     cluster = Cluster(trace, trace.own_rate, "round_robin", settings)
     cluster.run()
     flights = cluster.flights
@@ -216,7 +235,7 @@ class EngineScheduler:
 
     def __init__(self, settings: Settings) -> None:
         self.scheduler = Scheduler(
-            BlockPool(settings.pool_blocks),
+            BlockPool(settings.kv_tokens // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             max_batched_tokens=settings.max_batched_tokens,
             max_mixed_prefill_tokens=settings.max_batched_tokens,
@@ -281,6 +300,25 @@ def test_who_finds_no_room_waits_and_nobody_passes() -> None:
     clock.run()
     assert ended == [0] and reserved == [0, 1, 2] and worker.waiting_for_blocks == 0
     assert jobs[1].state is State.RESERVED
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_on_a_cpu_a_prompt_gets_its_room_between_two_steps(waits: bool) -> None:
+    clock, reserved = Clock(), list[float]()
+    told = Told(
+        events=lambda *_: None,
+        reserved=lambda job: reserved.append(clock.now),
+        first_token=lambda job: None,
+        ended=lambda job: None,
+    )
+    timing = Timing(step=0.1, sequence=0.0, kept_token=0.0, reserve_waits=waits)
+    worker = MockWorker(0, "decode", replace(SMALL, timing=timing), clock, told)
+    runs, comes = (Job(number, 100, 50, chain(number, 8)) for number in range(2))
+    worker.reserve(runs)
+    worker.commit(runs)
+    clock.at(0.33, worker.reserve, comes)
+    clock.run()
+    assert reserved == [0.0, pytest.approx(0.4 if waits else 0.33)]
 
 
 def test_a_prefix_is_fetched_from_the_worker_that_has_it() -> None:

@@ -21,7 +21,7 @@ from engine.loaded import LoadedModel
 from engine.parallel.group import ALONE
 from engine.runner import OnLayers, StepResult
 from engine.sampler import Sampled
-from engine.scheduler import Entry
+from engine.step import Entry
 
 BLOCK, LAYERS, HEAD_DIM, VOCABULARY = 4, 3, 32, 1 << 30
 ROW = 2 * HEAD_DIM * 4  # bytes of one token in one layer

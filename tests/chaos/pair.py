@@ -32,7 +32,7 @@ from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqReceiver, ZmqSender
 from kv_transfer.messages import Done
 from services.process import new_incarnation
-from services.rpc import router_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from services.rpc import cluster_pb2, router_pb2, transfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import RpcServer
 from services.worker import links, prefix_costs, receiving
 from services.worker.engine_thread import EngineThread
@@ -43,6 +43,7 @@ from services.worker.prefix_costs import PrefixCosts
 from services.worker.receiving import KvReceiver
 from services.worker.sending import KvSender
 from services.worker.servicer import WorkerService
+from services.worker.swapping import Swapping
 from services.worker.timelines import Timelines
 from services.worker.token_publisher import TokenPublisher
 
@@ -74,10 +75,8 @@ def short_waits() -> Iterator[None]:
 def without_checksums() -> Iterator[None]:
     """Negative control: all sums of KV bytes are equal."""
     blind = SimpleNamespace(xxh3_64_intdigest=lambda data: 0)
-    with contextlib.ExitStack() as stack:
-        for module in (checksums, zmq_stream):
-            assert module.xxhash is xxhash
-            stack.enter_context(mock.patch.object(module, "xxhash", blind))
+    assert zmq_stream.xxhash is xxhash
+    with mock.patch.object(zmq_stream, "xxhash", blind), mock.patch.object(checksums, "_sum_of", lambda row: 0):
         yield
 
 
@@ -158,7 +157,7 @@ class Prefill(Worker):
         transfer_pb2_grpc.add_TransferServicer_to_server(self.sender, self.rpc.server)
 
     def on_step(self, output: StepOutput) -> None:
-        self.sender.on_outputs(output.outputs)
+        self.sender.on_step(output)
         self.receiver.blocks_freed()
 
     async def stop(self) -> None:
@@ -184,6 +183,7 @@ class Decode(Worker):
         self.connectors = [self._make(kind) for kind in kinds]
         self.connector = self.connectors[0]
         self.receiver = self.receive_by(self.connectors)
+        self.swapping = Swapping(_HOST, self.thread, self.receiver, self.costs)
         self.events = EventPublisher(self.incarnation, _HOST, None)
         self.service = WorkerService(
             self.incarnation,
@@ -214,7 +214,8 @@ class Decode(Worker):
         return self.segment
 
     def on_step(self, output: StepOutput) -> None:
-        self.service.publish(output.outputs)
+        self.service.publish(output)
+        self.swapping.on_step(output.step)
         self.receiver.blocks_freed()
 
     async def stop(self) -> None:
@@ -296,6 +297,18 @@ class Pair:
         )
         await self.worker.Submit(request, timeout=10)
 
+    def name_kept(self) -> None:
+        """Has the decode worker take the prefill worker for the KV service."""
+        card = cluster_pb2.ModelCard(fingerprint=FINGERPRINT, layout=self.prefill.pool.layout)
+        service = cluster_pb2.Member(
+            name="kv",
+            role="kv",
+            incarnation=self.prefill.incarnation,
+            grpc_address=self.control.address,
+            model=card,
+        )
+        self.decode.swapping.on_change("joined", service)
+
     def states(self, transfer_id: str) -> tuple[str, str]:
         """Of receiver and sender; they read what the event loop writes, which is good enough for counting."""
         if transfer_id in ("handshake", "?"):
@@ -365,7 +378,7 @@ class Pair:
             raise ConnectorError("another kind is tested")
         if kind == "shared_memory":
             memory = SharedMemorySender(description, layout)
-            table = memory._generations
+            table = memory._segment.generations
             present = None if self._fenced else lambda block: int(table[block])
             return FaultySender(memory, self.faults, self._later, present)
         return FaultySender(_stream_sender(layout, kind, description), self.faults, self._later, None)

@@ -27,7 +27,7 @@ from kv_transfer.checksums import page_sums
 from kv_transfer.connectors.base import ConnectorError, PushRefused, SenderConnector
 from kv_transfer.connectors.tcp_sender import TcpSender
 from kv_transfer.connectors.zmq_stream import ZmqSender
-from kv_transfer.messages import Order
+from kv_transfer.messages import Order, PrefixSource
 from kv_transfer.references import BlockRef
 from services.rpc import router_pb2, trace_pb2
 from services.worker import links, receiving, sending
@@ -279,8 +279,8 @@ async def test_a_link_that_breaks_while_its_request_waits_for_room_is_opened_aga
         receiver, load = pair.decode.receiver, Load(pair, abort_share=0)
         room = receiver._room.reserve
 
-        async def reserve(request: Request, timeline: Timeline) -> Reservation:
-            reservation = await room(request, timeline)
+        async def reserve(request: Request, timeline: Timeline, source: PrefixSource | None) -> Reservation:
+            reservation = await room(request, timeline, source)
             link = receiver._links._links[pair.prefill.incarnation].result()
             link.call.cancel()
             assert link.reader is not None

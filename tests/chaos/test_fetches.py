@@ -36,20 +36,24 @@ async def submit(pair: Pair, name: str, prompt: list[int], source_tokens: int | 
         await asyncio.sleep(0.002)
 
 
-def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits that no thread misses by being kept from a processor: nothing fails but what is wrong."""
-    for module, name in (
-        (receiving, "_LATE_BYTES_SECONDS"),
-        (zmq_stream, "_STUCK_SECONDS"),
-    ):
-        monkeypatch.setattr(module, name, 20.0)
-    monkeypatch.setattr(prefix_costs, "_ASSUMED", 0.2)
+def without_haste() -> None:
+    """Waits that no thread misses by being kept from a processor: nothing fails but what is wrong.
+
+    Within `linked` alone, whose end puts back what was there before it.
+    """
+    waits = (
+        (receiving, "_LATE_BYTES_SECONDS", 20.0),
+        (zmq_stream, "_STUCK_SECONDS", 20.0),
+        (prefix_costs, "_ASSUMED", 0.2),
+    )
+    for module, name, value in waits:
+        setattr(module, name, value)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_what_a_peer_has_is_fetched(connector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_peer_has_is_fetched(connector: str) -> None:
     async with linked(connector, Faults(dice(1), {})) as pair:
-        without_haste(monkeypatch)
+        without_haste()
         outcome = await Load(pair, abort_share=0.05, fetch_share=0.5).run(80)
         assert outcome.clean, outcome
         assert fetches(pair, "committed") > 10 and not counted(pair).keys() & {"lost", "damaged", "unreachable"}
@@ -88,6 +92,29 @@ async def test_as_much_as_the_peer_has_and_the_rest_is_computed() -> None:
         assert not any((await pair.leftovers()).values())
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_who_finds_no_room_fetches_when_its_turn_comes(leaves: bool) -> None:
+    async with linked("tcp", Faults(dice(12), {})) as pair:
+        without_haste()
+        prompt, engine = [43 * number for number in range(40 * BLOCK)], pair.decode.engine
+        await pair.prefill.cache(prompt)
+        pair.name_kept()
+        blocks = await pair.decode.thread.call(lambda: engine._pool.allocate(130))
+        source = router_pb2.PrefixSource(worker=pair.endpoint, tokens=len(prompt), tier="host")
+        await pair.submit("q0", prompt, 4, source=source)
+        while not engine.stats().waiting:
+            await asyncio.sleep(0.002)
+        assert counted(pair) == {"no room": 1}
+        if leaves:
+            await pair.worker.Abort(worker_pb2.AbortRequest(request_id="q0"), timeout=10)
+        await pair.decode.thread.call(lambda: engine.release_blocks(blocks))
+        while pair.decode.service.admitted:
+            await asyncio.sleep(0.002)
+        assert counted(pair) == {"no room": 1} | ({} if leaves else {"committed": 1})
+        assert pair.decode.metrics.fetched_blocks._value.get() == (0 if leaves else 39)
+        assert not any((await Load(pair).settled()).values())
+
+
 async def test_nothing_to_be_had_is_refused_and_computed() -> None:
     async with linked("tcp", Faults(dice(5), {})) as pair:
         await submit(pair, "unknown", [5 * number for number in range(6 * BLOCK)])
@@ -111,7 +138,7 @@ async def test_a_peer_that_hangs_is_not_waited_for_longer_than_computing_takes()
         pair.prefill.thread.post(go_on.wait)
         await submit(pair, "late", prompt)  # which returns
         assert counted(pair) == {"committed": 1, "late": 1}
-        assert pair.decode.costs.fetch_rate is not None
+        assert pair.decode.costs.fetched("").per_second is not None
         go_on.set()
         assert not any((await Load(pair).settled()).values())
 
@@ -176,7 +203,7 @@ async def unreachable(*_: object) -> links.Link:
     raise links.LinkLost("nobody is there")
 
 
-@pytest.mark.parametrize("key", ["q0/0", "q0/0/fetch"])
+@pytest.mark.parametrize("key", ["q0/0", "q0/0/0/fetch"])
 async def test_an_order_with_the_id_of_another_request_does_not_end_that(key: str) -> None:
     async with linked("tcp", Faults(dice(9), {})) as pair:
         prompt = [29 * number for number in range(6 * BLOCK)]
@@ -228,7 +255,7 @@ async def test_those_who_want_the_same_wait_for_one_fetch(leader_leaves: bool) -
         go_on = threading.Event()
         pair.prefill.thread.post(go_on.wait)  # so that the first one is under way when the others come
         ends = [asyncio.create_task(submit(pair, "q0", prompt))]
-        while "q0/0/fetch" not in pair.decode.receiver._transfers:
+        while "q0/0/1/fetch" not in pair.decode.receiver._transfers:
             await asyncio.sleep(0.001)
         ends += [asyncio.create_task(submit(pair, f"q{number}", prompt)) for number in range(1, 6)]
         while len(pair.decode.service.admitted) < 6:

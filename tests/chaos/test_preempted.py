@@ -36,12 +36,14 @@ async def test_the_blocks_of_another_that_it_finds_later_go_out_from_the_first_o
             )
             yield push
 
-    def watched_sums(plan: TransferPlan, pages: torch.Tensor, source_blocks: Sequence[int], order: Order) -> list[int]:
+    def watched_sums(
+        plan: TransferPlan, pages: torch.Tensor, source_blocks: Sequence[int], order: Order, *known: Any
+    ) -> list[int]:
         for (layer, block), row in pushed.items():
             at = [ref.block_id for ref in order.blocks].index(block)
             assert row == source_blocks[at], f"block {at} of layer {layer} was pushed from {row}"
         summed.append(list(source_blocks))
-        return checksums(plan, pages, source_blocks, order)
+        return checksums(plan, pages, source_blocks, order, *known)
 
     monkeypatch.setattr(TransferPlan, "pushes", watched_pushes)
     monkeypatch.setattr(TransferPlan, "checksums", watched_sums)

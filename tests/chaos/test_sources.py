@@ -60,7 +60,7 @@ async def test_what_happens_during_the_fetch(what: str, monkeypatch: pytest.Monk
         source.thread.post(goes_on.wait)
         try:
             await submit(pair, source)
-            while "q0/0/fetch" not in pair.prefill.receiver._transfers:
+            while "q0/0/0/fetch" not in pair.prefill.receiver._transfers:
                 await asyncio.sleep(0.001)
             match what:
                 case "the source is lost":

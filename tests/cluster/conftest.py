@@ -1,9 +1,25 @@
-"""Clusters that several test files share."""
+"""Clusters that several test files share, and which files begin first."""
 
 from collections.abc import Iterator
 
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
+
+# In `make test` each file runs as one, and files begin in this order: one that takes minutes is not to be the last.
+LONGEST = (
+    "test_parity",
+    "test_faults",
+    "test_tensor_parallel",
+    "test_two_hosts",
+    "test_ray",
+    "test_bench",
+    "test_readme",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Others keep their places behind those."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 """Real clusters for tests: `tandem up` as a user would run it, on free ports, stopped and checked after."""
 
+import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -19,9 +21,12 @@ READY_SECONDS = 120.0
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the system hands out, so that no connection takes it meanwhile."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Cluster:
     model: str
     events: "queue.Queue[dict[str, object]]" = field(default_factory=queue.Queue)
     pids: dict[str, int] = field(default_factory=dict)
+    admin: str = ""  # URL of the admin side
     headers: dict[str, str] = field(default_factory=dict)  # of what the harness itself asks
 
     def wait_event(self, name: str, timeout: float) -> dict[str, object]:
@@ -48,6 +54,7 @@ class Cluster:
                 continue
             if isinstance(event.get("pids"), dict):
                 self.pids.update(event["pids"])  # type: ignore[arg-type]
+            self.admin = str(event.get("admin", self.admin))
             if event.get("event") == name:
                 return event
         pytest.fail(f"no event {name!r} in {timeout} s; log:\n{self.log.read_text()[-4000:]}")
@@ -56,7 +63,7 @@ class Cluster:
         """Sum over the samples of that name whose labels match."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = httpx.get(self.url + "/metrics", headers=self.headers, timeout=10).text
+        text = httpx.get(self.admin + "/metrics", timeout=10).text
         total = 0.0
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -82,14 +89,20 @@ class Cluster:
 
 
 def start_cluster(
-    directory: Path, *args: str, model: str = "smollm2", env: dict[str, str] | None = None, api_key: str = ""
+    directory: Path,
+    *args: str,
+    model: str = "smollm2",
+    env: dict[str, str] | None = None,
+    api_key: str = "",
+    within: tuple[str, ...] = (),
 ) -> Cluster:
-    """Starts `tandem up --json` with `args` and waits until it is ready."""
+    """Starts `tandem up --json` with `args`, by the command `within`, and waits until it is ready."""
     directory.mkdir(parents=True, exist_ok=True)
     port = free_port()
     log = directory / "up.log"
+    up = (sys.executable, "-m", "services.cli", "up")
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.cli", "up", "--json", "--port", str(port), "--model", model, *args],
+        [*within, *up, "--json", "--port", str(port), "--admin-port", "0", "--model", model, *args],
         stdout=subprocess.PIPE,
         stderr=log.open("w"),
         text=True,
@@ -110,7 +123,7 @@ def start_cluster(
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        cluster.wait_event("ready", READY_SECONDS)
+        cluster.url = str(cluster.wait_event("ready", READY_SECONDS)["url"])
     except BaseException:
         stop_cluster(cluster)
         raise

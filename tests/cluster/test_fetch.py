@@ -16,6 +16,7 @@ import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.streams import kill, state_of
 from cluster.tiny import tiny_model
+from faults_hit import must_hit
 
 TOKENS = 1900  # of a prompt
 BLOCK = 16
@@ -146,7 +147,7 @@ def test_a_new_prefill_worker_takes_from_the_decode_worker_what_it_lacks(pair: C
             assert cached == fetched(pair, role="prefill") * BLOCK == TOKENS // BLOCK * BLOCK
             break
     else:
-        pytest.fail("nothing was fetched in four times")
+        must_hit(False, "nothing was fetched in four times")
     pair.wait_idle()
 
 

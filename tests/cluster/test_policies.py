@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,18 @@ def spread(cluster: Cluster) -> list[float]:
     return [cluster.metric("tandem_generated_tokens_total", worker=worker) / TOKENS for worker in WORKERS]
 
 
+def both_work(cluster: Cluster, alone: list[float]) -> bool:
+    """Whether both answer prompts that none has, before long."""
+    deadline, first = time.monotonic() + 60, 1000
+    while time.monotonic() < deadline:
+        if all(after > before for after, before in zip(spread(cluster), alone, strict=True)):
+            return True
+        ask(cluster, first)
+        first += 1
+        time.sleep(0.1)
+    return False
+
+
 def explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", "router", "explain", *arguments, "--url", cluster.url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -62,9 +75,7 @@ def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None
     policy, cluster = running
     same = [ask(cluster, 100) for _ in range(8)]
     alone = spread(cluster)
-    if policy == "prefix":  # computing it takes no longer than a worker that is late for once
-        assert max(alone) >= 6 and same[0] == 0 and same.count(128) >= 6
-    if policy in ("history", "session"):  # one worker has the prompt, or is where it goes
+    if policy in ("prefix", "history", "session"):  # one worker has the prompt, or is where it goes
         assert sorted(alone) == [0, 8]
         assert same == [0] + [128] * 7
     if policy == "round_robin":
@@ -74,7 +85,9 @@ def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None
         ask(cluster, 200 + number, f"user {number}")
     both = [after - before for after, before in zip(spread(cluster), alone, strict=True)]
     assert sum(both) == 16
-    if policy != "prefix":  # which takes the quicker one as long as nobody waits
+    if policy == "prefix":  # until the one is known to be as quick as the other
+        assert both_work(cluster, alone)
+    else:
         assert min(both) > 0  # with different prompts, or sessions, both work
     if policy == "round_robin":
         assert both == [8, 8]

@@ -12,21 +12,27 @@ import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
 
+from services.api_keys import digest_of
+
 FLOOD, QUIET = "the key of one that floods", "the key of another"
-KV_BLOCKS = 56  # 896 tokens: for two requests at once
-PROMPT, OUTPUT = 150, 250  # tokens
+KEYS = [("flood", FLOOD), ("other", QUIET)]
+KV_BLOCKS = 42  # 672 tokens: for two requests at once
+PROMPT, OUTPUT = 150, 150  # tokens
 MAX_QUEUE = 16
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("queue")
+    keys = folder / "keys.toml"
+    entry = '[[key]]\nname = "{}"\nhash = "sha256:{}"\nmin_priority = -1\n'
+    keys.write_text("".join(entry.format(name, digest_of(key).hex()) for name, key in KEYS))
     running = start_cluster(
         folder,
         *("--prefill", "1", "--decode", "1", "--threads", "1", "--dummy-seed", "1", "--fetch-tokens", "0"),
         *("--decode-setting", f"kv_blocks={KV_BLOCKS}", "--max-model-len", "640", "--max-queue", str(MAX_QUEUE)),
         model=str(tiny_model(folder / "tiny")),
-        env={"TANDEM_API_KEYS": f"{FLOOD},{QUIET}"},
+        env={"TANDEM_API_KEYS_FILE": str(keys)},
         api_key=QUIET,
     )
     yield running

@@ -31,7 +31,7 @@ class Single:
         self._log = log
         self._environment = os.environ | environment
         self._command = [sys.executable, "-m", "services.cli", "serve", role, "--name", "single", "--model", model]
-        self._command += ["--worker-port", str(self.port), *OPTIONS]
+        self._command += ["--rpc-port", str(self.port), *OPTIONS]
         self.start()
 
     def start(self) -> None:

@@ -16,7 +16,7 @@ from store import Store
 from services.rpc import worker_pb2, worker_pb2_grpc
 from services.rpc_server import make_channel
 from services.running import find, members_of
-from services.security import cluster_key
+from services.security import key_of
 
 ROUTERS = ("router", "router-1")
 WORKERS = ("aggregated-0", "aggregated-1", "aggregated-2")
@@ -46,7 +46,7 @@ async def held(cluster: Cluster) -> int:
     running = find(cluster.url)
     hashes: set[bytes] = set()
     for worker in await members_of(running, "aggregated"):
-        async with make_channel(worker.grpc_address, cluster_key(running.cluster_key)) as channel:
+        async with make_channel(worker.grpc_address, key_of(running)) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             hashes.update((await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=5)).block_hashes)
     return len(hashes)

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from cluster.clients import Clients, ask
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
 
@@ -37,47 +37,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     stop_cluster(cluster)
 
 
-def ask(cluster: Cluster, first: int, tokens: int = 4) -> httpx.Response:
-    body = {"model": cluster.model, "prompt": [first, *range(500, 630)], "max_tokens": tokens, "ignore_eos": True}
-    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
-
-
 def wait_for(cluster: Cluster, name: str, value: float, seconds: float = 20.0, **labels: str) -> None:
     deadline = time.monotonic() + seconds
     while cluster.metric(name, **labels) != value:
         assert time.monotonic() < deadline, f"{name} {labels} is {cluster.metric(name, **labels)}, not {value}"
         time.sleep(0.1)
-
-
-class Clients:
-    """Requests one after the other in several threads, until the end of the block; none may fail."""
-
-    def __init__(self, cluster: Cluster, threads: int = 4) -> None:
-        self.statuses: list[int] = []
-        self._cluster = cluster
-        self._over = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(threads)]
-
-    def _run(self, number: int) -> None:
-        while not self._over.is_set():
-            self.statuses.append(ask(self._cluster, number).status_code)
-
-    def wait(self, more: int) -> None:
-        """Until so many more have been answered."""
-        target, deadline = len(self.statuses) + more, time.monotonic() + 60
-        while len(self.statuses) < target:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def __enter__(self) -> "Clients":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
 
 
 class Streams:
@@ -157,7 +121,7 @@ def test_a_killed_router_fails_no_request_where_there_is_another(two: Cluster) -
             clients.wait(8)
     assert set(clients.statuses) == {200}
     for name in ("router", "router-1"):
-        wait_for(two, "tandem_router_reservations", 0, worker=name)
+        wait_for(two, "tandem_router_reservations", 0, seconds=90, worker=name)
 
 
 def test_the_only_router_is_waited_for(one: Cluster) -> None:

@@ -21,7 +21,7 @@ from services.cluster_state import ClusterState
 from services.rpc import cluster_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from services.rpc_server import make_channel
 from services.running import find, members_of
-from services.security import ClusterKey, cluster_key
+from services.security import ClusterKey, key_of
 
 TOKENS = 200
 
@@ -74,7 +74,7 @@ class Sick(Worker):
 async def sick(cluster: Cluster, role: str, numbers: range) -> AsyncIterator[Sick]:
     """Joins such a worker, and waits until the router knows of its cache."""
     running = find(cluster.url)
-    key = cluster_key(running.cluster_key)
+    key = key_of(running)
     (healthy,) = await members_of(running, role)
     worker, state = Sick(healthy, key, numbers), ClusterState(running.state, running.cluster)
     await state.connect()
@@ -115,7 +115,7 @@ async def left_out(cluster: Cluster) -> dict[str, str]:
     """Of the latest placement, by name."""
     running = find(cluster.url)
     (router,) = await members_of(running, "router")
-    async with make_channel(router.grpc_address, cluster_key(running.cluster_key)) as channel:
+    async with make_channel(router.grpc_address, key_of(running)) as channel:
         reply = await router_pb2_grpc.RouterStub(channel).Explain(router_pb2.ExplainRequest(), timeout=5)
     return {worker.name: worker.reason for worker in reply.placements[0].left_out}
 

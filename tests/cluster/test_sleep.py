@@ -104,6 +104,8 @@ def test_sleep_and_wake(pair: Cluster) -> None:
 
 
 def test_busy_workers_refuse_or_finish_first(pair: Cluster) -> None:
+    assert tandem(pair, "wake")[0] == 0  # a try before this one may have left them asleep
+    wait_for(pair, 200)
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(post(pair, 1500)))
     asking.start()

@@ -46,9 +46,17 @@ class Network:
             ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
             ip("-n", space, "link", "set", "lo", "up")
+        self._let_pass("-I")
+
+    def _let_pass(self, change: str) -> None:
+        """A Docker daemon on this machine has all that is forwarded dropped, also between ports of a bridge."""
+        rule = ("FORWARD", "-i", self._name, "-o", self._name, "-j", "ACCEPT")
+        with contextlib.suppress(FileNotFoundError):  # without iptables nobody has set such rules
+            subprocess.run(["iptables", change, *rule], capture_output=True)
 
     def down(self) -> None:
         """Removes what there is of it."""
+        self._let_pass("-D")
         for role in self.addresses:
             with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 ip("netns", "del", self.space(role))
@@ -112,13 +120,14 @@ def network() -> Iterator[Network]:
 def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterator[Cluster]:
     """Each process started by itself, as on several machines."""
     folder.mkdir(parents=True, exist_ok=True)
-    state, http, log = free_port(), free_port(), folder / "log"
+    state, http, admin, log = free_port(), free_port(), free_port(), folder / "log"
     env = os.environ | {"TANDEM_CLUSTER_KEY": KEY, "TANDEM_STATE": f"redis://:{KEY}@{net.here}:{state}/0"}
     env |= {"TANDEM_MODEL": str(model), "PYTHONUNBUFFERED": "1"}
     serve = [sys.executable, "-m", "services.cli", "serve"]
     commands = [[find_server(), "--bind", net.here, "--port", str(state), "--requirepass", KEY, "--save", ""]]
     commands += [[*serve, "router", "--name", "router", "--bind", net.here, "--local-prefill-tokens", "0"]]
     commands += [[*serve, "gateway", "--name", "gateway", "--bind", net.here, "--port", str(http)]]
+    commands[-1] += ["--admin-port", str(admin)]
     for role, address in net.addresses.items():
         worker = [*serve, role, "--name", f"{role}-0", "--bind", address, *options]
         commands.append(["ip", "netns", "exec", net.space(role), *worker])
@@ -128,7 +137,7 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
             ends = functools.partial(die_with_parent, os.getpid())
             process = subprocess.Popen(command, stdout=output, stderr=output, env=env, text=True, preexec_fn=ends)
             processes.append(process)
-    cluster = Cluster(processes[-1], f"http://127.0.0.1:{http}", log, model.name)
+    cluster = Cluster(processes[-1], f"http://127.0.0.1:{http}", log, model.name, admin=f"http://127.0.0.1:{admin}")
     try:
         deadline = time.monotonic() + 90
         while not _ready(cluster):

@@ -72,6 +72,38 @@ def test_blocks_without_content_are_taken_before_cached_ones() -> None:
     assert pool.allocate(1) == plain and pool.match(chain(2)) == 2
 
 
+def test_what_another_worker_has_taken_goes_before_the_rest_and_after_what_is_empty() -> None:
+    pool = BlockPool(5)
+    old, moved, empty = pool.allocate(2), pool.allocate(2), pool.allocate(1)
+    pool.publish(old, [b"old", b"older"])
+    pool.publish(moved, [b"head", b"tail"])
+    pool.release(old)
+    pool.release(moved)
+    pool.release(empty)
+    for _ in range(2):
+        pool.release(pool.acquire([b"head", b"tail"]), copied=True)  # found as long as it is there
+        pool.check()
+    assert pool.num_free == 5 and pool.counts()["cached"] == 4
+    assert pool.allocate(3) == [*empty, moved[1], moved[0]]
+    assert pool.match([b"old", b"older"]) == 2
+    pool.check()
+
+
+def test_what_is_used_here_again_is_no_spare_copy() -> None:
+    pool = BlockPool(2)
+    taken, other = pool.allocate(2)
+    pool.publish([taken, other], [b"taken", b"other"])
+    user = pool.acquire([b"taken"])
+    pool.release([other])
+    pool.release([taken], copied=True)  # but somebody uses it
+    pool.release(user)
+    assert pool.allocate(1) == [other]
+    pool.release(pool.acquire([b"taken"]), copied=True)
+    pool.clear()
+    assert pool.allocate(1) == [taken]
+    pool.check()
+
+
 def test_use_refreshes_a_cached_block() -> None:
     pool = BlockPool(2)
     first, second = pool.allocate(2)
@@ -258,3 +290,15 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
+
+
+def test_events_tell_where_blocks_come_in_their_prompt() -> None:
+    """Those that were known already part the others."""
+    pool, hashes = BlockPool(8), chain(5)
+    pool.publish(pool.allocate(1), hashes[2:3], position=2, parent=hashes[1], root=b"r")
+    pool.publish(pool.allocate(5), hashes, parent=b"r", root=b"r")
+    assert pool.drain_events() == [
+        BlockStored(hashes[2:3], 2, hashes[1], b"r"),
+        BlockStored(hashes[:2], 0, b"r", b"r"),
+        BlockStored(hashes[3:], 3, hashes[2], b"r"),
+    ]

@@ -8,7 +8,7 @@ import torch
 
 from engine.engine import Engine, EngineConfig
 from engine.request import Request, SamplingParams
-from engine.scheduler import Entry
+from engine.step import Entry
 
 PAGE = 16
 

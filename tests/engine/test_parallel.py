@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from engine.parallel.group import ALONE, RankError, TensorParallelGroup, rank_co
 from engine.parallel.messages import Plan, Replay, SpanReader, SpanWriter, framed, messages
 from engine.request import Request, SamplingParams
 from engine.weights.load import load_model
+from kv_transfer.connectors.shared_memory import SharedSegment
 
 
 def share_of(rank: int) -> TensorParallelGroup:
@@ -177,6 +179,34 @@ def test_a_rank_that_dies_ends_the_steps(qwen3_folder: Path) -> None:
         assert [str(error).startswith(f"rank 1 of 2 (process {pid})") for error in lost] == [True]
     finally:
         engine.close()
+
+
+def test_what_a_peer_writes_first_stays(llama_folder: Path) -> None:
+    """A slow rank must not clear its share of the cache after the engine is said to be there."""
+
+    def allocate(num_blocks: int, block_bytes: int) -> SharedSegment:
+        (pid,) = children()
+        os.kill(pid, signal.SIGSTOP)
+        timer = threading.Timer(1, os.kill, (pid, signal.SIGCONT))
+        timer.start()
+        segments.append((SharedSegment(num_blocks * block_bytes, num_blocks), timer))
+        return segments[0][0]
+
+    segments: list[tuple[SharedSegment, threading.Timer]] = []
+    config = msgspec.structs.replace(CONFIG, tensor_parallel=2, allocate=allocate)
+    engine = Engine.build(llama_folder, config)
+    segment, timer = segments[0]
+    try:
+        engine.pages.tensor.fill_(1)
+        timer.join()
+        engine.add(Request(request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_tokens=1)))
+        while engine.has_work():  # which the other rank can do only once it has built its share
+            engine.step()
+        held = (engine.pages.tensor == 1).flatten(1).all(1)
+        assert held.sum() == len(held) - 2, "all but the block that each rank has written to"
+    finally:
+        engine.close()
+        segment.unlink()
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_process(llama_folder: Path) -> None:

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.prompt_order import WINDOW
-from engine.scheduler import Step
 from engine.sequence import State
+from engine.step import Step
 
 
 def tokens(step: Step) -> dict[str, int]:

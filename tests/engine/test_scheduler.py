@@ -1,5 +1,7 @@
 """What the scheduler computes and when, and how sequences end."""
 
+from collections import Counter
+
 import pytest
 from fake_engine import BLOCK, EOS, FakeEngine, ask, next_token, reference
 
@@ -179,6 +181,39 @@ def test_preemption_loses_and_doubles_no_token() -> None:
     for request, sequence in zip(requests, sequences, strict=True):
         engine.assert_exact(request)
         assert sequence.num_cached_tokens == 0
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("comes", ["all", "some", "nothing"])
+def test_what_a_preempted_sequence_had_is_fetched(comes: str) -> None:
+    """It waits for room for all its tokens then. What does not come is computed; of either no more is asked."""
+    engine = FakeEngine(num_blocks=9, max_batched_tokens=64)
+    asked: list[int] = []
+    engine.scheduler.rather_fetch = lambda tokens: asked.append(tokens) is None
+    requests = [ask(f"r{i}", [10 * i + k for k in range(7)], max_tokens=16) for i in range(3)]
+    sequences = {request.request_id: engine.add(request) for request in requests}
+    outcomes, bare = Counter[str](), sum(7 + 15 for _ in requests)  # tokens that are computed at least
+    while engine.scheduler.has_work(now=0.0):
+        step = engine.step()
+        outcomes += step.preempted
+        for request in step.fetches:
+            sequence = sequences[request.request_id]
+            assert request.prompt_token_ids + request.output_token_ids == sequence.token_ids
+            blocks = len(sequence.block_ids)
+            assert sequence.state is State.RESERVED and blocks == (len(sequence.token_ids) - 1) // BLOCK
+            if comes == "nothing":
+                engine.scheduler.recompute(request.request_id)
+            else:
+                engine.commit_prefix(request.request_id, blocks if comes == "all" else blocks - 1)
+        engine.pool.check()
+    outcomes += engine.scheduler.schedule(0.0).preempted
+    assert (
+        asked and sum(outcomes.values()) >= 1 and set(outcomes) == {"recomputed" if comes == "nothing" else "swapped"}
+    )
+    assert (engine.computed < bare + BLOCK * outcomes["swapped"]) == (comes == "all")
+    for request in requests:
+        engine.assert_exact(request)
+        assert sequences[request.request_id].num_cached_tokens == 0  # as at its first admission
     engine.assert_idle()
 
 

@@ -23,9 +23,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_overtaking=st.sampled_from([0, 1, 4]),
         max_mixed_prefill_tokens=st.sampled_from([1, 3, 10_000]),
         foresees=st.booleans(),
+        swaps=st.booleans(),
     )
-    def start(self, **sizes: int) -> None:
+    def start(self, swaps: bool, **sizes: int) -> None:
         self.engine = FakeEngine(**sizes)
+        self.engine.scheduler.rather_fetch = lambda tokens: swaps
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.detached: list[list[int]] = []
@@ -83,7 +85,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.aborted.add(request.request_id)  # nobody waits for its tokens
 
     def commit(self, name: str) -> None:
-        if name in self.prefixes:
+        sequence = self.engine.scheduler.sequences[name]
+        if sequence.preempted:  # its own blocks come back, or some of them
+            self.engine.commit_prefix(name, max(sequence.num_published + 1, len(sequence.block_ids) - 1))
+        elif name in self.prefixes:
             self.engine.commit_prefix(name, self.prefixes[name])
         else:
             self.engine.commit(name)

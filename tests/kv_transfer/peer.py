@@ -5,8 +5,9 @@ import sys
 import msgspec
 import torch
 
-from kv_transfer.connectors.base import ConnectorError, SenderConnector
+from kv_transfer.connectors.base import ConnectorError, PoolDescription, SenderConnector
 from kv_transfer.connectors.distributed import DistributedSender
+from kv_transfer.connectors.lent_memory import Lent, LentSender
 from kv_transfer.connectors.nixl import NixlSender
 from kv_transfer.connectors.shared_memory import SharedMemorySender, SharedSegment
 from kv_transfer.connectors.tcp_sender import TcpSender
@@ -30,9 +31,18 @@ def cache(shape: list[int], seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def lent(source: torch.Tensor, layout: str, segments: list[SharedSegment]) -> Lent:
+    """The same cache, in memory that is shared until this process ends."""
+    segments.append(SharedSegment(source.nbytes, len(source)))
+    pages = torch.frombuffer(segments[-1].buffer, dtype=source.dtype).view(source.shape)
+    pages.copy_(source)
+    pool = PoolDescription("sender", len(source), source[0].nbytes, source[0, 0].nbytes, layout)
+    return Lent(pages, segments[-1].describe(pool))
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    segments = []
+    segments: list[SharedSegment] = []
     for line in sys.stdin:
         if line == "own\n":
             segments.append(SharedSegment(4096, 1))
@@ -43,6 +53,9 @@ def main() -> None:
         connector: SenderConnector
         if command.kind == "shared_memory":
             connector = SharedMemorySender(command.description, command.layout)
+        elif command.kind == "lent_memory":
+            of = lent(source, command.layout, segments)
+            source, connector = of.pages, LentSender(command.description, command.layout, b"", of)
         elif command.kind == "gloo":
             connector = DistributedSender(command.description, command.layout, b"k" * 32, torch.device("cpu"))
         elif command.kind == "nixl":

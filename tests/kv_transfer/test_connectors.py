@@ -24,6 +24,7 @@ from kv_transfer.connectors.base import (
     SenderIdentity,
 )
 from kv_transfer.connectors.distributed import DistributedReceiver, DistributedSender
+from kv_transfer.connectors.lent_memory import Lent, LentReceiver, LentSender
 from kv_transfer.connectors.nixl import NixlReceiver, NixlSender
 from kv_transfer.connectors.selection import Selection
 from kv_transfer.connectors.shared_memory import (
@@ -39,7 +40,7 @@ from kv_transfer.references import BlockRef
 
 INCARNATION = "d" * 32
 SENDER = SenderIdentity("p" * 32, "", 0, 0)
-KINDS = ["shared_memory", "tcp", "zmq", "gloo", pytest.param("nixl", marks=needs_nixl)]
+KINDS = ["shared_memory", "lent_memory", "tcp", "zmq", "gloo", pytest.param("nixl", marks=needs_nixl)]
 
 
 def plain(socket: zmq.Socket[bytes], server: bool) -> None:
@@ -88,6 +89,10 @@ def make_pool(kind: str, num_blocks: int = 8, block_size: int = 4) -> Pool:
         return Pool(cache, SharedMemoryReceiver(segment, pool), generation, [segment])
     cache = KVCache(spec, num_blocks)
     receiver: ReceiverConnector
+    if kind == "lent_memory":
+        receiver = LentReceiver(cache, pool, generation.__getitem__, "127.0.0.1", b"")
+        source = SharedSegment(num_blocks * spec.block_bytes, num_blocks)  # of senders in this process
+        return Pool(cache, receiver, generation, [source])
     if kind == "nixl":
         receiver = NixlReceiver(cache.tensor, pool, generation.__getitem__, "127.0.0.1", b"k" * 32)
     elif kind == "gloo":
@@ -104,6 +109,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     made = make_pool(request.param)
     yield made
     made.receiver.close()
+    for segment in made.segments:
+        segment.unlink()
 
 
 @pytest.fixture
@@ -117,7 +124,9 @@ def kind_of(pool: Pool) -> str:
     return pool.receiver.capabilities.kind
 
 
-def open_offer(kind: str, description: bytes, layout: str) -> SenderConnector:
+def open_offer(kind: str, description: bytes, layout: str, lent: Lent | None = None) -> SenderConnector:
+    if kind == "lent_memory":
+        return LentSender(description, layout, b"", lent)
     if kind == "nixl":
         return NixlSender(description, layout, b"k" * 32, torch.device("cpu"))
     if kind == "gloo":
@@ -128,7 +137,17 @@ def open_offer(kind: str, description: bytes, layout: str) -> SenderConnector:
 
 
 def open_sender(pool: Pool) -> SenderConnector:
-    return open_offer(kind_of(pool), pool.receiver.describe(), pool.cache.spec.layout)
+    return open_offer(kind_of(pool), pool.receiver.describe(), pool.cache.spec.layout, lendable(pool))
+
+
+def lendable(pool: Pool) -> Lent | None:
+    """What a sender in this process lends."""
+    if kind_of(pool) != "lent_memory":
+        return None
+    spec, (segment,) = pool.cache.spec, pool.segments
+    pages = KVCache(spec, pool.cache.num_blocks, segment.buffer).tensor
+    described = PoolDescription("sender", len(pages), spec.block_bytes, spec.layer_bytes, spec.layout)
+    return Lent(pages, segment.describe(described))
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
@@ -139,7 +158,9 @@ def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
 
 
 def source_cache(pool: Pool) -> torch.Tensor:
-    return torch.randn(pool.shape, generator=torch.Generator().manual_seed(3))
+    source = torch.randn(pool.shape, generator=torch.Generator().manual_seed(3))
+    lent = lendable(pool)
+    return source if lent is None else lent.pages.copy_(source)
 
 
 # Two processes
@@ -270,10 +291,10 @@ def test_push_outside_of_the_cache_is_refused(pool: Pool, layer: int, source_blo
 
 
 def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
-    kind, good = kind_of(pool), msgspec.msgpack.decode(pool.receiver.describe())
+    kind, good, lent = kind_of(pool), msgspec.msgpack.decode(pool.receiver.describe()), lendable(pool)
 
     with pytest.raises(ConnectorError, match="layout"):
-        open_offer(kind, pool.receiver.describe(), "other")
+        open_offer(kind, pool.receiver.describe(), "other", lent)
     wrong: list[tuple[str, object]] = [("num_blocks", 0), ("num_blocks", -1), ("num_blocks", 2**63), ("block_bytes", 0)]
     wrong += [("layer_bytes", 7), ("layout", 3)]
     bad: list[dict[str, object]] = [{"pool": {**good["pool"], key: value}} for key, value in wrong]
@@ -281,7 +302,8 @@ def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
         bad += [
             {"address": address} for address in ("", "ipc:///tmp/x", "inproc://x", "tcp://", "tcp://127.0.0.1:x", 3)
         ]
-    elif kind in ("tcp", "gloo", "nixl"):
+    elif kind in ("tcp", "gloo", "nixl", "lent_memory"):
+        bad += [{"boot_id": "other"}] if kind == "lent_memory" else []
         bad += [{"host": host} for host in ("", "localhost", "192.0.2.1", "::ffff:192.0.2.1", "127.0.0.1:1", "/", 3)]
         bad += [{"port": port} for port in (0, -1, 1 << 16, "http", 1)]  # nobody listens on port 1
     else:
@@ -290,10 +312,10 @@ def test_other_layout_and_malformed_offers_are_refused(pool: Pool) -> None:
         bad += [{"boot_id": "other"}, {"pool": {**good["pool"], "num_blocks": 7}}]
     for change in bad:
         with pytest.raises(ConnectorError):
-            open_offer(kind, msgspec.msgpack.encode(good | change), pool.cache.spec.layout)
+            open_offer(kind, msgspec.msgpack.encode(good | change), pool.cache.spec.layout, lent)
     for garbage in (b"", b"\x80\x04\x95.", os.urandom(100), msgspec.msgpack.encode([good])):
         with pytest.raises(ConnectorError):
-            open_offer(kind, garbage, pool.cache.spec.layout)
+            open_offer(kind, garbage, pool.cache.spec.layout, lent)
 
 
 def test_too_little_shared_memory_is_said_with_numbers() -> None:

@@ -64,7 +64,7 @@ async def test_transfers_go_on_when_shared_memory_cannot_be_written(following: s
         while not any(sending.used and max(sending.pushed_tokens) for sending in pair.prefill.sender._sending.values()):
             await asyncio.sleep(0)
         ends = os.pipe()
-        os.dup2(ends[0], memory._descriptor)  # no file that could be locked
+        os.dup2(ends[0], memory._segment.descriptor)  # no file that could be locked
         assert (await run).clean
         for end in ends:
             os.close(end)

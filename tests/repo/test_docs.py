@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from kv_transfer.states import RECEIVER, SENDER
-from services.config import GatewayConfig, RouterConfig, WorkerConfig
+from services.config import KINDS
 from services.gateway.limits import LIMITS
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.router.metrics import RouterMetrics
+from services.tier.metrics import TierMetrics
 from services.worker.metrics import WorkerMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 TRANSFERS = (ROOT / "docs/transfers.md").read_text()
 
 
-@pytest.mark.parametrize("kind", [GatewayConfig, RouterConfig, WorkerConfig])
+@pytest.mark.parametrize("kind", KINDS)
 def test_settings_are_documented(kind: type[msgspec.Struct]) -> None:
     for field in msgspec.structs.fields(kind):
         default = "" if field.default in ("", None) else f"`{field.default}` "
@@ -29,10 +30,8 @@ def test_settings_are_documented(kind: type[msgspec.Struct]) -> None:
 
 
 def test_no_other_settings_are_documented() -> None:
-    known = {
-        field.name for kind in (GatewayConfig, RouterConfig, WorkerConfig) for field in msgspec.structs.fields(kind)
-    }
-    assert set(re.findall(r"^\| `([a-z_]+)`", CONFIGURATION, re.MULTILINE)) == known
+    known = {field.name for kind in KINDS for field in msgspec.structs.fields(kind)}
+    assert set(re.findall(r"^\| `([a-z0-9_]+)`", CONFIGURATION, re.MULTILINE)) == known
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
@@ -59,7 +58,7 @@ def test_limits_are_documented(field: str, limit: int) -> None:
     assert re.search(rf"\b{limit}\b", row)
 
 
-@pytest.mark.parametrize("kind", [GatewayMetrics, RouterMetrics, WorkerMetrics])
+@pytest.mark.parametrize("kind", [GatewayMetrics, RouterMetrics, WorkerMetrics, TierMetrics])
 def test_metrics_are_documented(kind: type[GatewayMetrics | RouterMetrics | WorkerMetrics]) -> None:
     names = [family.name + ("_total" if family.type == "counter" else "") for family in kind().registry.collect()]
     assert [name for name in names if f"`{name}`" not in API] == []
@@ -91,3 +90,8 @@ def test_files_of_the_engine_are_documented() -> None:
     named = re.findall(r"`([a-z_0-9/]+\.py)`", section)
     files = [str(path.relative_to(ROOT / "engine")) for path in (ROOT / "engine").rglob("*.py")]
     assert sorted(named) == sorted(name for name in files if not name.endswith("__init__.py"))
+
+
+def test_pictures_load_nothing_from_elsewhere() -> None:
+    pictures = [path.read_text() for path in (ROOT / "docs/images").glob("*.svg")]
+    assert pictures and not any(re.search(r"url\([^#]|href=|<script", text) for text in pictures)

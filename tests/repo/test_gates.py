@@ -104,6 +104,11 @@ def test_nothing_unfinished() -> None:
     assert {name: hits for name, hits in found.items() if hits} == {}
 
 
+def test_no_merge_is_half_done() -> None:
+    marker = re.compile(rb"^(<{7}|>{7}) ", re.MULTILINE)
+    assert [name for name in tracked() if marker.search((ROOT / name).read_bytes())] == []
+
+
 def open_addresses(tree: ast.AST) -> list[str]:
     """Literals that a socket open to all could be bound to; keys and comparisons only recognise what a user chose."""
     read: set[ast.AST] = set()

@@ -67,12 +67,17 @@ def running(command: str, log: Path) -> Iterator[str]:
         process.stdout.close()
 
 
+ADMIN_PORT = free_port()
+
+
 @pytest.fixture(scope="class")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """HTTP port of the cluster that `make up` starts."""
     port = free_port()
     (command,) = MAKE_UP
-    with running(f'{command.strip()} ARGS="--port {port}"', tmp_path_factory.mktemp("readme") / "log") as url:
+    with running(
+        f'{command.strip()} ARGS="--port {port} --admin-port {ADMIN_PORT}"', tmp_path_factory.mktemp("readme") / "log"
+    ) as url:
         assert url == f"http://127.0.0.1:{port}"
         yield port
 
@@ -80,7 +85,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 class TestCluster:
     @pytest.mark.parametrize("command", COMMANDS)
     def test_command(self, port: int, command: str) -> None:
-        command = command.replace("8000", str(port)).replace("8001", str(free_port()))
+        command = command.replace("8000", str(port)).replace("8001", str(free_port())).replace("8090", str(ADMIN_PORT))
         command = command.replace("tandem chat", f"tandem chat --url http://127.0.0.1:{port}")
         done = subprocess.run(
             ["bash", "-eu", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True
@@ -100,7 +105,9 @@ class TestCluster:
     def test_the_cache_has_moved(self, port: int) -> None:
         """After all of the above, the metrics tell of bytes."""
         (command,) = [text for text in COMMANDS if "/metrics" in text]
-        shown = subprocess.run(command.replace("8000", str(port)), shell=True, capture_output=True, text=True).stdout
+        shown = subprocess.run(
+            command.replace("8090", str(ADMIN_PORT)), shell=True, capture_output=True, text=True
+        ).stdout
         assert any(float(line.split()[-1]) > 0 for line in shown.splitlines() if not line.startswith("#")), shown
 
 

@@ -8,12 +8,25 @@ import pytest
 from router_tables import ASK, snapshot
 from router_tables import worker as row_of
 
+from engine.request import TIERS
+from router.cost import features
 from router.fetch import source_for
 from router.snapshot import Ask
+from router.tiers import number
 
 
 def worker(name: str, cached: int = 0, **columns: Any) -> Any:
     return row_of(name, "aggregated", cached=cached, **columns)
+
+
+def tier(name: str, cached: int) -> Any:
+    """What a KV service has no further away than there."""
+    return worker(name, cached, decodes=False, aggregated=False, tier=number(name))
+
+
+def measured(**rates: float) -> dict[str, Any]:
+    """A worker computes 1000 tokens per second, and fetches as many as this from other workers and tiers."""
+    return {"prefill_rate": 1000.0, "fetch_rate": [rates.get(name, np.nan) for name in ("workers", *TIERS)]}
 
 
 def source(computing: Any, *others: Any, ask: Ask = ASK, least: int = 256) -> str | None:
@@ -64,6 +77,42 @@ def test_what_was_measured_decides(prefill_rate: float, fetch_rate: float, fetch
     assert (source(computing, worker("b", 60)) == "b") == fetches
 
 
+def test_the_kv_service_has_a_rate_of_its_own() -> None:
+    kept = tier("host", 60)
+    slow, quick = measured(host=10.0), measured(workers=10.0)
+    assert source(worker("a"), worker("b", 60), kept) == "host"  # which computes nothing meanwhile
+    assert source(worker("a"), worker("b", 62), tier("host", 50)) == "b"
+    assert source(worker("a", **slow), worker("b", 30), kept) == "b"
+    assert source(worker("a", **slow), kept) is None
+    assert source(worker("a", **quick), worker("b", 61), kept) == "host"
+    assert source(worker("a", **quick), worker("b", 61)) is None
+
+
+def test_each_tier_has_a_rate_of_its_own() -> None:
+    kept = [tier("host", 40), tier("disk", 60), tier("redis", 62)]
+    assert source(worker("a"), *kept) == "redis"  # nothing was measured: what brings most
+    assert source(worker("a", **measured(host=9000.0, disk=8000.0, redis=1500.0)), *kept) == "disk"
+    assert source(worker("a", **measured(host=9000.0, disk=1200.0, redis=0.0)), *kept) == "host"
+    assert source(worker("a", **measured(host=0.0, disk=1200.0, redis=0.0)), *kept) == "disk"
+    assert source(worker("a", **measured(host=0.0, disk=1000.0, redis=0.0)), *kept) is None
+    assert source(worker("a", 38, **measured(host=9000.0, disk=1500.0)), *kept[:2]) == "disk"
+    assert source(worker("a", **measured(host=9000.0)), tier("host", 60), tier("disk", 60)) == "host"
+    assert source(worker("a", **measured(disk=1200.0, workers=5000.0)), worker("b", 60), tier("disk", 60)) == "b"
+
+
+def test_a_fetch_costs_what_its_tier_takes() -> None:
+    kept = [tier("host", 40), tier("disk", 60)]
+    near, far = (
+        features(ASK, snapshot(worker("a", **measured(**rates)), *kept, fetch_tokens=256)).fetch[0]
+        for rates in ({"host": 8000.0, "disk": 10.0}, {"host": 8000.0, "disk": 4000.0})
+    )
+    assert near == pytest.approx(640 / 8000) and far == pytest.approx(960 / 4000)
+
+
 def test_the_one_with_most_and_then_the_least_busy() -> None:
     assert source(worker("a"), worker("b", 20), worker("c", 21, prefill=9000)) == "c"
     assert source(worker("a"), worker("b", 20, prefill=10), worker("c", 20)) == "c"
+    assert source(worker("a"), worker("b", 20, requests=3), worker("c", 20, requests=2)) == "c"
+    # Of a prompt that was computed the booking is still there, and nobody waits for it.
+    made = snapshot(worker("a"), worker("b", 20, prefill=9000), worker("c", 20, prefill=500), fetch_tokens=256)
+    assert source_for(0, replace(made, queued_tokens=np.array([0.0, 0.0, 500.0]))) == 1

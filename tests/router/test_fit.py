@@ -125,3 +125,25 @@ def test_of_workers_that_are_alike_none_is_preferred_but_a_slow_one_is_told_from
         fit.tick(float(second))
     own = fleet.table["ttft"][:, 2]
     assert own[1] / own[0] < 1.15 and own[2] / own[0] > 2
+
+
+def test_a_worker_that_was_slow_gets_another_chance() -> None:
+    """It gets no requests as it seems slow, so that nothing else can show that it is not."""
+    fleet = fleet_of("a", "b")
+    fit = Fit(fleet)
+    made = placements(200, noise=0.05)
+    for number, (prediction, measured) in enumerate(made):
+        assert measured.ttft is not None
+        fit.learn(prediction, measured, computing=0, decode=0)
+        fit.learn(prediction, Measured(4 * measured.ttft, 1, 0.0), computing=1, decode=1)
+        fit.tick(0.1 * number)
+    own = fleet.table["ttft"][:, 2]
+    assert own[1] / own[0] > 2
+    for number, (prediction, measured) in enumerate(made):
+        fit.learn(prediction, measured, computing=0, decode=0)
+        fit.tick(20 + 0.2 * number)
+    assert own[1] / own[0] == pytest.approx(1, rel=0.2)
+    for prediction, measured in made[:5]:  # if it is slow, that is soon known again
+        assert measured.ttft is not None
+        fit.learn(prediction, Measured(4 * measured.ttft, 1, 0.0), computing=1, decode=1)
+    assert fleet.table["ttft"][1][1:3].sum() > 1.5 * fleet.table["ttft"][0][1:3].sum()

@@ -9,7 +9,7 @@ import pytest
 from engine.hashing import block_hashes
 from engine.request import BlockStored
 from router.placer import Placed, Placer
-from router.policy import NoWorker
+from router.policy import NoWorker, Way
 from router.snapshot import Ask
 
 CHAIN = block_hashes(range(160), 16, b"root")
@@ -104,6 +104,16 @@ def test_picks_of_one_moment_are_spread(policy: str) -> None:
         counts = np.bincount(taken, minlength=8)
         assert ((counts - 125) ** 2 / 125).sum() < 35  # p = 0.00001 at 7 degrees of freedom
     assert rows[0] != rows[1]
+
+
+def test_a_decode_worker_that_has_computed_no_prompt_is_not_believed_to_be_quicker_than_the_others() -> None:
+    placer = made("p", "d")
+    placer.fleet.set(join(placer, "p"), prefills=True, decodes=False, aggregated=False, prefill_rate=100.0)
+    placer.fleet.set(join(placer, "d"), aggregated=False)
+    decision = place(placer, "x").decision
+    assert decision.way is Way.REMOTE and decision.ttft > 1.5  # 165 tokens
+    asked = replace(ASK, local_prefill_only=True)
+    assert placer.place(("y", 0), asked, [], (), now=0.0, lease=9.0).decision.ttft > 1.5
 
 
 def test_what_is_expected_stays_expected_for_its_time() -> None:

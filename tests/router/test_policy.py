@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from router_tables import ASK, snapshot, worker
 
 from router.cost import Objectives
+from router.fleet import TPOT_PRIOR
 from router.policies import POLICIES, Draw
 from router.policy import Decision, NoWorker, Way, place
 from router.snapshot import Ask
@@ -89,12 +90,17 @@ def test_what_can_be_fetched_is_nearly_cached() -> None:
     assert choose(65, **measured) == "a" and choose(95, **measured) == "b"
     unable = {"fetches": False}
     assert choose(900, **unable) == "a" and choose(1100, **unable) == "b"
+    # What the KV service has as well comes at the rate of that.
+    rates = {"prefill_rate": 10_000.0, "fetch_rate": [12_000.0, 100_000.0, np.nan, np.nan, np.nan]}
+    kept = worker("k", cached=50, decodes=False, aggregated=False, tier=1)
+    assert decided(worker("a", cached=50, prefill=95), worker("b", **rates), fetch=256)[0] == "a"
+    assert decided(worker("a", cached=50, prefill=95), worker("b", **rates), kept, fetch=256)[0] == "b"
 
 
 def test_a_hot_prefix_spreads_before_its_worker_queues() -> None:
     """To decode beside many, or to wait, takes longer than to compute it elsewhere: all that is predicted."""
     others = [worker("b"), worker("c"), worker("d")]
-    assert decided(worker("a", cached=62, requests=11, decode=11_000), *others)[0] == "a"
+    assert decided(worker("a", cached=62, requests=6, decode=6_000), *others)[0] == "a"
     assert decided(worker("a", cached=62, requests=60, decode=60_000), *others)[0] in "bcd"
     busy = [worker(name, requests=50, decode=50_000) for name in "bcd"]
     assert decided(worker("a", cached=62, requests=60, decode=60_000), *busy)[0] == "a"
@@ -169,6 +175,36 @@ def test_equals_are_chosen_evenly(policy: str) -> None:
     workers = snapshot(*(worker(f"d{number}") for number in range(4)))
     counts = Counter(place(ASK, workers, policy=policy, local_prefill_tokens=32, draw=draw).decode for _ in range(1000))
     assert sum((counts[row] - 250) ** 2 / 250 for row in range(4)) < 16.3  # p = 0.001 at 3 degrees of freedom
+
+
+def drawn(*workers: Any, objectives: Objectives = Objectives(), tolerance: float = 0.05) -> Counter[str]:  # noqa: B008
+    """How often each is chosen to decode, of 400 times."""
+    draw = Draw(np.random.default_rng(7), tolerance=tolerance, objectives=objectives)
+    now = snapshot(*workers)
+    placed = (place(ASK, now, policy="prefix", local_prefill_tokens=32, draw=draw) for _ in range(400))
+    return Counter(workers[decision.decode][0]["worker"].decode() for decision in placed)
+
+
+def test_what_is_predicted_to_cost_nearly_the_same_is_chosen_evenly() -> None:
+    """A worker that was a hair quicker must not get everything."""
+    quick, slow = worker("a"), worker("b", tpot=TPOT_PRIOR * 1.04)
+    slower, busy = worker("c", tpot=TPOT_PRIOR * 1.2), worker("d", prefill=500)
+    counts = drawn(quick, slow, slower, busy)
+    assert set(counts) == {"a", "b"} and 150 < counts["a"] < 250
+    assert set(drawn(quick, slow, tolerance=0.0)) == {"a"}
+    assert set(drawn(quick, slower, tolerance=0.5)) == {"a", "c"}
+
+
+def test_a_prefix_found_decides_among_those_that_cost_nearly_the_same() -> None:
+    """100 tokens are worth less than the tolerance where answers are long."""
+    assert set(drawn(worker("a"), worker("b", cached=7, tpot=TPOT_PRIOR * 1.04), worker("c"))) == {"b"}
+    assert set(drawn(worker("a"), worker("b", cached=62), worker("c", cached=62))) == {"b", "c"}
+    assert set(drawn(worker("a", cached=60), worker("b", cached=62))) == {"a", "b"}  # 32 tokens of 1000
+
+
+def test_where_all_miss_an_objective_costs_are_compared_as_closely() -> None:
+    late = Objectives(ttft=0.001, tpot=0.001)
+    assert set(drawn(worker("a"), worker("b", prefill=500), worker("c"), objectives=late)) == {"a", "c"}
 
 
 WORKERS = st.lists(

@@ -53,6 +53,27 @@ def test_a_tenant_that_floods_shares_with_one_that_does_not() -> None:
     assert [order.index(request) for request in others] == [0, 2]
 
 
+def test_weights_are_shares() -> None:
+    """And what is said to be ahead of a newcomer is what goes before it."""
+    made = queue(*(waiting(tenant="heavy", weight=3) for _ in range(40)), *(waiting(tenant="light") for _ in range(40)))
+    got: Counter[str] = Counter()
+    for _ in range(40):
+        first = made.first(0.0, RATE)
+        made.take(first)
+        got[first.tenant] += first.tokens
+    assert abs(got["heavy"] - 3 * got["light"]) <= 30
+    for tenant, weight in (("heavy", 3), ("light", 1), ("new", 2)):
+        newcomer = waiting(10_000, tenant=tenant, weight=weight)
+        ahead = made.ahead(newcomer, 0.0, RATE)
+        made.add(newcomer)
+        order = drain(made)
+        before = sum(each.tokens for each in order[: order.index(newcomer)])
+        assert abs(before - ahead) <= 30, tenant
+        for each in order:
+            if each is not newcomer:
+                made.add(each)
+
+
 def test_a_tenant_that_leaves_and_comes_back_still_owes() -> None:
     """One large request at a time is no way around the shares."""
     made = queue(*(waiting() for _ in range(100)))

@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 from services import logs
 from services.cli import app
-from services.config import ConfigError
+from services.config import ConfigError, KvConfig, disk_tier, load, parse_bytes
 from services.embedded_state import StateServerError, find_server
-from services.supervisor import EXIT_CONFIGURATION
-from services.up import UpOptions, _settings
-from services.up import _children as _made
+from services.parts import ModelFlag, Part, UpOptions, named, parts_of, share_of_tiers
+from services.prepare import StartFailed
+from services.supervisor import EXIT_CONFIGURATION, Child
+from services.up import _Children, _settings, _tell_models
 from services.worker.devices import take_devices
 
 TANDEM = [sys.executable, "-m", "services.cli"]
@@ -74,21 +75,28 @@ def test_up_obeys_flags_then_environment_then_file(tmp_path: Path, monkeypatch: 
     file.write_text('port = 9001\nthreads = 3\ncluster = "mine"\nmodel = "filed"\n')
     monkeypatch.setenv("TANDEM_THREADS", "4")
     monkeypatch.setenv("TANDEM_STATE", "redis://127.0.0.1:6390")
-    settings = _settings(UpOptions(config=file, flags={"model": "flagged"}), ["prefill", "decode"])[0]
+    settings = _settings(UpOptions(config=file, flags={"model": "flagged"}), [Part("prefill"), Part("decode")])
     assert settings["port"] == 9001 and settings["threads"] == 4 and settings["cluster"] == "mine"
     assert settings["model"] == "flagged" and settings["state"] == "redis://127.0.0.1:6390"
     monkeypatch.delenv("TANDEM_THREADS")
     cores = len(os.sched_getaffinity(0))
-    assert 1 <= _settings(UpOptions(), ["decode"])[0]["threads"] <= cores
-    assert _settings(UpOptions(), ["decode"] * 10 * cores)[0]["threads"] == 1
+    assert 1 <= _settings(UpOptions(), [Part("decode")])["threads"] <= cores
+    assert _settings(UpOptions(), [Part("decode")] * 10 * cores)["threads"] == 1
+
+
+def _made(parts: list[Part], environment: dict[str, str]) -> list[Child]:
+    living: list[Child] = []
+    make = _Children(environment, living)
+    for name, part in named(parts):
+        living.append(make.child(name, part))
+    return living
 
 
 def test_settings_of_one_role() -> None:
     options = UpOptions(flags={"block_size": 8}, role_settings={"decode": ["block_size=32", "kv-dtype=fp8"]})
-    settings, of_roles = _settings(options, ["prefill", "decode"])
-    assert settings["block_size"] == 8
-    assert of_roles == {"decode": {"block_size": "32", "kv_dtype": "fp8"}}
-    environments = {child.name: child.env for child in _made(["prefill", "decode"], {"X": "1"}, of_roles)}
+    parts = parts_of(options, [ModelFlag("")])
+    assert _settings(options, parts)["block_size"] == 8
+    environments = {child.name: child.env for child in _made(parts, {"X": "1"})}
     assert environments["decode-0"] == {
         "X": "1", "TANDEM_NAME": "decode-0", "TANDEM_FIRST_DEVICE": "1",
         "TANDEM_BLOCK_SIZE": "32", "TANDEM_KV_DTYPE": "fp8",
@@ -97,10 +105,20 @@ def test_settings_of_one_role() -> None:
 
 
 def test_workers_have_devices_of_their_own() -> None:
-    of_roles = {"prefill": {"tensor_parallel": "2"}}
-    children = _made(["gateway", "prefill", "prefill", "decode", "decode"], {}, of_roles)
+    options = UpOptions(prefill=2, decode=2, role_settings={"prefill": ["tensor_parallel=2"]})
+    children = _made(parts_of(options, [ModelFlag("")])[1:], {})
     firsts = {child.name: child.env.get("TANDEM_FIRST_DEVICE") for child in children}
     assert firsts == {"gateway": None, "prefill-0": "0", "prefill-1": "2", "decode-0": "4", "decode-1": "5"}
+
+
+@pytest.mark.parametrize(
+    ("gone", "ranks", "first"), [("decode-1", 1, "3"), ("decode-0", 1, "2"), ("decode-0", 2, "4"), (None, 1, "4")]
+)
+def test_a_later_worker_has_the_first_devices_that_nobody_has(gone: str | None, ranks: int, first: str) -> None:
+    living = _made(parts_of(UpOptions(prefill=2, decode=2), [ModelFlag("")]), {})
+    living = [child for child in living if child.name != gone]
+    later = _Children({}, living).child("decode-2", Part("decode", {"tensor_parallel": ranks}))
+    assert later.env["TANDEM_FIRST_DEVICE"] == first
 
 
 @pytest.mark.parametrize(
@@ -126,15 +144,71 @@ def test_devices_are_counted_round(
     [
         ("block_size", "write NAME=VALUE"),
         ("blocks=3", "write NAME=VALUE with a setting of workers"),
-        ("model=other", "all processes of a cluster have the same model"),
-        ("cluster=other", "all processes of a cluster have the same cluster"),
+        ("model=other", "model is not set for some workers alone"),
+        ("cluster=other", "cluster is not set for some workers alone"),
         ("block_size=0", "0 is less than 1"),
         ("kv_dtype=fp7", "allowed: auto, fp8"),
     ],
 )
 def test_wrong_settings_of_one_role(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        _settings(UpOptions(role_settings={"prefill": [text]}), ["prefill", "decode"])
+        options = UpOptions(role_settings={"prefill": [text]})
+        _settings(options, parts_of(options, [ModelFlag("")]))
+
+
+def test_several_models(tmp_path: Path) -> None:
+    texts = ["a=./x=1,block_size=32", "./b,prefill=0,decode=2,tensor-parallel=2", "c=smollm2,aggregated=1"]
+    models = [ModelFlag.parse(text) for text in texts]
+    assert [(model.name, model.model) for model in models] == [("a", "./x=1"), ("", "./b"), ("c", "smollm2")]
+    options = UpOptions(prefill=2, role_settings={"decode": ["block_size=64", "max_running=8"]}, flags={"threads": 3})
+    parts = parts_of(options, models)
+    settings = _settings(options, parts)
+    folders = {"a": Path("/x=1"), "b": Path("/of b"), "c": Path("/c")}
+    _tell_models(folders, settings, parts)
+    assert settings["model"] == Path("/x=1") and settings["model_name"] == "a"
+    assert settings["more_models"] == "b=/of b,c=/c"
+    children = {child.name: child.env for child in _made(parts, {})}
+    assert list(children) == [
+        "router",
+        "gateway",
+        "prefill-0",
+        "prefill-1",
+        "decode-0",
+        "decode-1",
+        "decode-2",
+        "aggregated-0",
+    ]
+    told = {name: (env.get("TANDEM_MODEL_NAME"), env.get("TANDEM_BLOCK_SIZE")) for name, env in children.items()}
+    assert told["prefill-0"] == told["decode-0"] == ("a", "32")  # the model's own setting wins over the role's
+    assert told["decode-1"] == told["decode-2"] == ("b", "64") and told["aggregated-0"] == ("c", None)
+    assert [children[f"decode-{number}"]["TANDEM_FIRST_DEVICE"] for number in range(3)] == ["2", "3", "5"]
+    assert children["decode-2"]["TANDEM_MAX_RUNNING"] == "8" and children["aggregated-0"]["TANDEM_MODEL"] == "/c"
+    with pytest.raises(StartFailed, match="no comma"):
+        _tell_models({"a": Path("/a"), "b": Path("/b,c")}, {}, [])
+
+
+def test_a_path_that_is_there_is_a_model_whatever_it_holds(tmp_path: Path) -> None:
+    folder = tmp_path / "odd=name,decode=2"
+    folder.mkdir()
+    assert ModelFlag.parse(str(folder)) == ModelFlag(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "write MODEL or NAME=MODEL"),
+        ("=./x", "write MODEL or NAME=MODEL"),
+        ("a=", "write MODEL or NAME=MODEL"),
+        ("a=./x,decode=-1", "does not count workers"),
+        ("a=./x,decode", "does not count workers"),
+        ("a=./x,port=3", "write NAME=VALUE with a setting of workers"),
+        ("a=./x,model_name=b", "model_name is not set for some workers alone"),
+        ("a=./x,decode=0", "nobody would decode for a"),
+    ],
+)
+def test_wrong_models(text: str, message: str) -> None:
+    with pytest.raises((ConfigError, StartFailed), match=message):
+        parts_of(UpOptions(), [ModelFlag.parse(text)])
 
 
 def test_a_server_that_is_too_old_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,3 +294,11 @@ def test_json_lines_hold_exceptions(capsys: pytest.CaptureFixture[str], restored
     assert [json.loads(line)["event"] for line in lines] == ["ours", "theirs"]
     assert all("RuntimeError: broken" in json.loads(line)["exception"] for line in lines)
     assert not any(secret in line for line in lines)  # no variables of the frames
+
+
+def test_models_share_what_the_kv_service_may_have() -> None:
+    own = share_of_tiers("1GiB", "/kept:3GiB", "org/model", 2)
+    assert own == {"kv_memory_host": f"{1 << 29}B", "kv_disk": f"/kept/org%2Fmodel:{3 << 29}B"}
+    kept = load(KvConfig, own)
+    assert parse_bytes(kept.kv_memory_host) == 1 << 29 and disk_tier(kept.kv_disk)[1] == 3 << 29
+    assert share_of_tiers("1GiB", "", "model", 2) == {"kv_memory_host": f"{1 << 29}B"}

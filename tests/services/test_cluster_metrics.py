@@ -1,11 +1,14 @@
-"""The cluster's metrics in one text: no two members of one name share a series."""
+"""The cluster's metrics in one text: no two members of one name share a series; and in shares: each member once."""
+
+import asyncio
+from collections import Counter as Count
 
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.cluster_state import ClusterState
 from services.embedded_state import EmbeddedState
-from services.gateway.cluster_metrics import cluster_metrics
+from services.gateway.cluster_metrics import cluster_metrics, share_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement import Placements
 from services.gateway.retries import RetryBudget
@@ -35,7 +38,7 @@ async def test_members_of_one_name_have_series_of_their_own() -> None:
     placements = Placements(view, None, 1.0, RetryBudget(GatewayMetrics()))
     try:
         found: dict[tuple[str, str], float] = {}
-        for family in text_string_to_metric_families((await cluster_metrics(view, placements)).decode()):
+        for family in text_string_to_metric_families((await cluster_metrics(view.members(), placements)).decode()):
             for sample in family.samples:
                 key = (sample.name, sample.labels["worker"])
                 assert key not in found, "two values of one series"
@@ -47,6 +50,10 @@ async def test_members_of_one_name_have_series_of_their_own() -> None:
             "decode-0@aaaaaaaa": 0,
         }
         assert found["tandem_things", "decode-0"] == 2 and found["tandem_things", "decode-0@cccccccc"] == 0
+        await states[0].close()  # it leaves, and its series with it
+        while len(view.members()) == 3:
+            await asyncio.sleep(0.02)
+        assert b"cccccccc" not in await cluster_metrics(view.members(), placements)
     finally:
         await placements.close()
         for each in (view, *states):
@@ -54,3 +61,20 @@ async def test_members_of_one_name_have_series_of_their_own() -> None:
         for server in (servers[0], servers[2]):
             await server.stop(0)
         store.close()
+
+
+def test_shares_of_gateways_tell_of_each_member_once() -> None:
+    def member(role: str, number: int) -> cluster_pb2.Member:
+        return cluster_pb2.Member(role=role, incarnation=f"{role}{number:020}")
+
+    gateways = [member("gateway", number) for number in range(3)]
+    members = [*gateways, *(member("decode", number) for number in range(60))]
+    shares = {gateway.incarnation: share_of(gateway.incarnation, members) for gateway in gateways}
+    assert Count(m.incarnation for share in shares.values() for m in share) == Count(m.incarnation for m in members)
+    assert all(len(share) > 5 for share in shares.values())
+    # One is gone: its members go to the others, and nobody else's.
+    left = [each for each in members if each is not gateways[0]]
+    for gateway in gateways[1:]:
+        share = share_of(gateway.incarnation, left)
+        assert [each for each in shares[gateway.incarnation] if each not in share] in ([], [gateways[0]])
+    assert share_of("nobody", members) == [] == share_of("nobody", [])

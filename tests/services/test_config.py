@@ -44,6 +44,10 @@ def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytes
         (GatewayConfig, {"port": 70000}, "70000 is more than 65535"),
         (GatewayConfig, {"request_timeout": float("nan")}, "request_timeout"),
         (GatewayConfig, {"worker_wait": -1}, "worker_wait"),
+        (GatewayConfig, {"host": "192.0.2.1"}, "API keys are needed"),
+        (GatewayConfig, {"host": "0.0.0.0"}, "API keys are needed"),
+        (GatewayConfig, {"admin_host": "192.0.2.1", "host": "192.0.2.1", "open_to_all": "yes"}, "TANDEM_ADMIN_KEY"),
+        (GatewayConfig, {"admin_host": "192.0.2.1", "admin_key": "short"}, "admin_key.*shorter than 16"),
     ],
 )
 def test_bad_values_are_named(kind: type[WorkerConfig], flags: dict[str, object], message: str) -> None:
@@ -54,6 +58,21 @@ def test_bad_values_are_named(kind: type[WorkerConfig], flags: dict[str, object]
 def test_other_addresses_need_a_key() -> None:
     assert load(RouterConfig, {"bind": "192.0.2.1", "cluster_key": "k" * 32}).bind == "192.0.2.1"
     assert load(RouterConfig, {"bind": "::1"}).bind == "::1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"api_keys": "one"},
+        {"api_keys_file": "keys.toml"},
+        {"open_to_all": True},
+        {"open_to_all": "true", "admin_key": "k" * 16},
+    ],
+)
+def test_a_gateway_beyond_loopback_needs_keys_or_says_that_it_is_open(flags: dict[str, object]) -> None:
+    assert load(GatewayConfig, {"host": "192.0.2.1"} | flags).host == "192.0.2.1"
+    if "admin_key" in flags:
+        assert load(GatewayConfig, {"host": "192.0.2.1", "admin_host": "192.0.2.1"} | flags).admin_host == "192.0.2.1"
 
 
 def test_the_source_of_a_bad_value_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +127,23 @@ def test_required_settings() -> None:
     require(load(RouterConfig, {"state": "redis://127.0.0.1"}), "state")
 
 
+@pytest.mark.parametrize("url", ["redis://h:abc/0", "redis://:secret/x@h:1", "redis://[::1", "redis://h?db=x&no=1"])
+def test_servers_that_no_url_can_name(url: str) -> None:
+    with pytest.raises(ConfigError, match="HOST:PORT/NUMBER") as raised:
+        load(RouterConfig, {"state": url})
+    assert "secret" not in str(raised.value)
+    load(RouterConfig, {"state": "rediss://me:se%2Fcret@[::1]:6380/3"})
+    load(RouterConfig, {"state": "unix:///run/redis.sock?db=3"})
+
+
 def test_sizes() -> None:
     assert parse_bytes("512MiB") == 512 << 20
     assert parse_bytes("1.5 GB") == 1_500_000_000
     assert parse_bytes("4096") == 4096
+    assert parse_bytes("2TiB") == 2 << 40 and parse_bytes("2tb") == 2 * 10**12
+    for wrong in ("infMiB", "nan", "1e999", "GiB", "1XiB"):
+        with pytest.raises(ConfigError, match="not a size"):
+            parse_bytes(wrong)
 
 
 def test_unreadable_file(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import gzip
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +17,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cluster.harness import free_port
+from cluster.tiny import tiny_model
 
-from engine.weights.resolve import resolve
 from services.embedded_state import EmbeddedState
 
 MODEL = "tiny"
 CONTEXT = 1024
 KEYS = "first-key,second-key"
+ADMIN_KEY = "the key of the admin port"
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Processes:
     """Router, gateway and one aggregated worker."""
 
     url: str
+    admin: str  # URL of the admin side
     running: dict[str, subprocess.Popen[bytes]]
     environment: dict[str, str]
     folder: Path
@@ -49,45 +51,28 @@ class Processes:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in self.folder.glob("*.log"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def tiny_model(folder: Path) -> Path:
-    """The default model's tokenizer and template with a config of two narrow layers."""
-    source = resolve("SmolLM2-135M-Instruct")
-    folder.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.suffix in (".json", ".jinja") and "safetensors" not in path.name:
-            shutil.copy(path, folder / path.name)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     folder = tmp_path_factory.mktemp("gateway")
     state = EmbeddedState()
-    port = free_port()
+    port, admin_port = free_port(), free_port()
     environment = dict(os.environ) | {
         "TANDEM_STATE": state.url,
         "TANDEM_MODEL": str(tiny_model(folder / "model")),
         "TANDEM_MODEL_NAME": MODEL,
         "TANDEM_MODEL_ALIASES": f"gpt-4o={MODEL}, org/default={MODEL}",
         "TANDEM_PORT": str(port),
+        "TANDEM_ADMIN_PORT": str(admin_port),
+        "TANDEM_ADMIN_KEY": ADMIN_KEY,
         "TANDEM_API_KEYS": KEYS,
         "TANDEM_DUMMY_SEED": "3",
         "TANDEM_KV_BLOCKS": "512",
         "TANDEM_MAX_MODEL_LEN": str(CONTEXT),
+        "TANDEM_BODY_TIMEOUT": "2",
         "TANDEM_CLUSTER_KEY": "a secret of the test cluster",
         "OMP_NUM_THREADS": "1",
     }
-    processes = Processes(f"http://127.0.0.1:{port}", {}, environment, folder)
+    processes = Processes(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin_port}", {}, environment, folder)
     try:
         for role in ("router", "aggregated", "gateway"):
             processes.start(role)
@@ -125,6 +110,13 @@ def client(processes: Processes) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+def admin(processes: Processes) -> Iterator[httpx.Client]:
+    """Of whoever runs the cluster."""
+    with httpx.Client(base_url=processes.admin, timeout=10, auth=("any", ADMIN_KEY)) as client:
+        yield client
+
+
 def complete(client: httpx.Client, **fields: object) -> httpx.Response:
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0} | fields
     return client.post("/v1/completions", json=body)
@@ -145,12 +137,12 @@ def events(client: httpx.Client, path: str, **fields: object) -> list[dict[str, 
     return [json.loads(line) for line in lines[:-1]]
 
 
-def metric(client: httpx.Client, name: str, **labels: str) -> float:
+def metric(admin: httpx.Client, name: str, **labels: str) -> float:
     from prometheus_client.parser import text_string_to_metric_families
 
     return sum(
         sample.value
-        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for family in text_string_to_metric_families(admin.get("/metrics").text)
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
@@ -284,17 +276,20 @@ def test_too_long(client: httpx.Client) -> None:
     assert complete(client, prompt="word " * 100_000).status_code == 400
 
 
-def test_headers_are_bounded(processes: Processes) -> None:
-    host, port = processes.url.removeprefix("http://").split(":")
-    for piece in (b"x-long: " + b"a" * 4000, b"x: y\r\n" * 500):
-        with socket.create_connection((host, int(port)), timeout=10) as raw:
-            raw.sendall(b"GET /live HTTP/1.1\r\n")
-            with contextlib.suppress(OSError):  # it is closed while we send
-                for _ in range(1000):
-                    raw.sendall(piece)
-            with contextlib.suppress(ConnectionResetError):
-                assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
-    assert httpx.get(processes.url + "/live").status_code == 200
+def test_a_body_that_does_not_come_is_not_waited_for(processes: Processes) -> None:
+    """A byte now and then buys no time, and the connection ends."""
+    head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first-key\r\ncontent-length: 4000\r\n\r\n"
+    begun, pieces = time.monotonic(), [b" "]
+    with socket.create_connection(("127.0.0.1", int(processes.url.rpartition(":")[2])), timeout=0.2) as raw:
+        raw.sendall(head)
+        while pieces[-1] and time.monotonic() < begun + 20:
+            try:
+                raw.sendall(b" ")
+                with contextlib.suppress(TimeoutError):
+                    pieces.append(raw.recv(4096))
+            except ConnectionError:
+                pieces.append(b"")
+    assert pieces[1].startswith(b"HTTP/1.1 408 ") and b"body_too_slow" in b"".join(pieces) and not pieces[-1]
 
 
 def test_errors_in_openai_shape(client: httpx.Client) -> None:
@@ -331,6 +326,11 @@ def test_keys(processes: Processes) -> None:
         wrong = client.post("/v1/completions", headers={"authorization": "Bearer wrong"}, json={})
         assert wrong.status_code == 401
         assert wrong.json()["error"]["code"] == "invalid_api_key"
+        client.headers["authorization"] = "Bearer second-key"
+        ahead = complete(client, priority=-1)
+        assert ahead.status_code == 403 and ahead.json()["error"]["param"] == "priority"
+        assert client.get("/metrics").status_code == 404
+        assert httpx.get(processes.admin + "/metrics", headers={"authorization": "Bearer first-key"}).status_code == 401
 
 
 def test_headers_say_what_the_body_is(client: httpx.Client, processes: Processes) -> None:
@@ -342,7 +342,6 @@ def test_headers_say_what_the_body_is(client: httpx.Client, processes: Processes
         ("POST", "/v1/completions", body),
         ("POST", "/v1/completions", body | {"stream": True}),
         ("POST", "/v1/completions", body | {"n": -1}),
-        ("GET", "/metrics", None),
         ("GET", "/v1/models", None),
     ]
     for method, path, content in asked:
@@ -352,8 +351,7 @@ def test_headers_say_what_the_body_is(client: httpx.Client, processes: Processes
         assert not hop & set(answer.headers), (path, answer.headers)
         assert ("content-length" in answer.headers) != ("transfer-encoding" in answer.headers), (path, answer.headers)
         assert int(answer.headers.get("content-length", len(raw))) == len(raw)
-        if path != "/metrics":
-            json.loads(raw.removeprefix(b"data: ").split(b"\n")[0])
+        json.loads(raw.removeprefix(b"data: ").split(b"\n")[0])
     zipped = client.post("/v1/completions", content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
     assert zipped.status_code == 415 and zipped.json()["error"]["code"] == "unsupported_encoding"
     assert "gzip" in zipped.json()["error"]["message"]
@@ -373,41 +371,41 @@ def test_openapi_describes_the_bodies(client: httpx.Client) -> None:
     assert {"messages", "temperature", "max_completion_tokens"} <= set(properties)
 
 
-def test_client_that_leaves_stops_the_work(client: httpx.Client, processes: Processes) -> None:
+def test_client_that_leaves_stops_the_work(client: httpx.Client, admin: httpx.Client, processes: Processes) -> None:
     body = {"model": MODEL, "prompt": "x", "n": 8, "max_tokens": 200, "ignore_eos": True, "stream": True}
-    before = metric(client, "tandem_requests_total", outcome="cancelled")
+    before = metric(admin, "tandem_requests_total", outcome="cancelled")
     with client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
     deadline = time.monotonic() + 5
     while True:
-        running = metric(client, "tandem_requests_running")
-        active = metric(client, "tandem_kv_blocks", state="active")
+        running = metric(admin, "tandem_requests_running")
+        active = metric(admin, "tandem_kv_blocks", state="active")
         if running == 0 and active == 0:
             break
         assert time.monotonic() < deadline, (running, active, processes.logs())
         time.sleep(0.05)
-    assert metric(client, "tandem_requests_total", outcome="cancelled") == before + 1
+    assert metric(admin, "tandem_requests_total", outcome="cancelled") == before + 1
 
 
-def test_books_balance(client: httpx.Client) -> None:
+def test_books_balance(client: httpx.Client, admin: httpx.Client) -> None:
     names = ("ok", "client_error", "server_error", "cancelled")
 
     def counts() -> list[float]:
-        return [metric(client, "tandem_requests_total", outcome=name) for name in names]
+        return [metric(admin, "tandem_requests_total", outcome=name) for name in names]
 
-    before, ttft = counts(), metric(client, "tandem_ttft_seconds_count")
+    before, ttft = counts(), metric(admin, "tandem_ttft_seconds_count")
     complete(client, n=4)
     complete(client, n=-1)
     complete(client, max_tokens=0)
     assert [after - b for after, b in zip(counts(), before, strict=True)] == [2, 1, 0, 0]
-    assert metric(client, "tandem_ttft_seconds_count") == ttft + 1
-    assert sum(counts()) == metric(client, "tandem_requests_received_total")
-    assert metric(client, "tandem_member_up") == 3
+    assert metric(admin, "tandem_ttft_seconds_count") == ttft + 1
+    assert sum(counts()) == metric(admin, "tandem_requests_received_total")
+    assert metric(admin, "tandem_member_up") == 3
 
 
-def test_router_has_all_load_back(client: httpx.Client) -> None:
+def test_router_has_all_load_back(client: httpx.Client, admin: httpx.Client) -> None:
     """Whichever way requests end: at their length, by a string, by a mistake, by the client."""
-    before = metric(client, "tandem_router_placements_total")
+    before = metric(admin, "tandem_router_placements_total")
     complete(client, n=3, ignore_eos=True)
     complete(client, stop=["a", "e", "i", "o", " "], max_tokens=200)
     complete(client, n=-1)
@@ -419,10 +417,10 @@ def test_router_has_all_load_back(client: httpx.Client) -> None:
     with contextlib.suppress(httpx.ReadTimeout):
         client.post("/v1/completions", json=body | {"stream": False}, timeout=0.05)
     deadline = time.monotonic() + 10
-    while metric(client, "tandem_router_reservations"):
+    while metric(admin, "tandem_router_reservations"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert metric(client, "tandem_router_placements_total") >= before + 9
+    assert metric(admin, "tandem_router_placements_total") >= before + 9
 
 
 def test_many_at_once_are_the_same_as_alone(client: httpx.Client) -> None:
@@ -434,7 +432,9 @@ def test_many_at_once_are_the_same_as_alone(client: httpx.Client) -> None:
     assert together == [ask(number) for number in range(16)]
 
 
-def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, processes: Processes) -> None:
+def test_worker_killed_streams_go_on_token_exactly(
+    client: httpx.Client, admin: httpx.Client, processes: Processes
+) -> None:
     fields = {"max_tokens": 600, "temperature": 1, "ignore_eos": True}
 
     def whole(number: int) -> str:
@@ -445,8 +445,8 @@ def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, process
         expected = list(pool.map(whole, range(4)))
     first = processes.running["aggregated"]
     second = processes.start("aggregated", name="second")
-    wait_members(client, 2)
-    moved = metric(client, "tandem_requests_moved_total")
+    wait_members(admin, 2)
+    moved = metric(admin, "tandem_requests_moved_total")
     started = [threading.Event() for _ in range(4)]
 
     def tell(number: int) -> str:
@@ -466,20 +466,20 @@ def test_worker_killed_streams_go_on_token_exactly(client: httpx.Client, process
         for event in started:
             assert event.wait(30)
         deadline = time.monotonic() + 10
-        while not metric(client, "tandem_kv_blocks", state="active"):
+        while not metric(admin, "tandem_kv_blocks", state="active"):
             assert time.monotonic() < deadline  # it is told twice a second
-        if metric(client, "tandem_kv_blocks", worker="second", state="active"):
+        if metric(admin, "tandem_kv_blocks", worker="second", state="active"):
             first, second = second, first
         first.kill()  # it has some of them
         processes.running["aggregated"] = second
         texts = [future.result() for future in told]
     assert texts == expected
-    assert metric(client, "tandem_requests_moved_total") > moved
+    assert metric(admin, "tandem_requests_moved_total") > moved
 
 
-def wait_members(client: httpx.Client, count: int) -> None:
+def wait_members(admin: httpx.Client, count: int) -> None:
     deadline = time.monotonic() + 60
-    while metric(client, "tandem_member_up", role="aggregated") < count:
+    while metric(admin, "tandem_member_up", role="aggregated") < count:
         assert time.monotonic() < deadline
         time.sleep(0.2)
 

@@ -158,7 +158,7 @@ async def test_a_worker_that_is_gone_leaves_nothing() -> None:
         await asyncio.sleep(0.1)  # for events under way
         made.service.tick(time.monotonic())
         assert await made.metric("tandem_router_index_blocks") == len(set(other.held))
-        assert await made.metric("tandem_router_workers", role="decode") == 1
+        assert await made.metric("tandem_router_workers", role="decode", model="m") == 1
         assert await made.metric("tandem_router_reservations") == 3
 
 

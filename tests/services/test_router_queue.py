@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -289,3 +290,68 @@ async def test_workers_that_leave_leave_nobody_waiting() -> None:
             await held.calls["1"]
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await held.waiting() == 0
+
+
+async def test_what_the_planner_has_it_shed_is_refused_the_least_urgent_first_and_for_a_while() -> None:
+    async with busy() as (made, _, worker):
+        full(worker, made, False)
+
+        async def shed(share: float, seconds: float = 60.0, model: str = "m") -> None:
+            await made.router.Shed(router_pb2.ShedRequest(model=model, share=share, seconds=seconds))
+
+        async def refused(priority: int, number: int, **fields: Any) -> int:
+            """Of so many requests."""
+            count = 0
+            for each in range(number):
+                try:
+                    await made.place(model="m", priority=priority, **({"request_id": f"{priority}.{each}"} | fields))
+                except grpc.aio.AioRpcError as error:
+                    assert 1 <= retry_after(error) <= 1.25 * 30
+                    assert dict(error.trailing_metadata() or ())["shed"] == "planner"
+                    count += 1
+            return count
+
+        for _ in range(20):
+            assert not await refused(0, 1) + await refused(1, 1)
+        await shed(0.25)
+        counts = {0: 0, 1: 0}
+        for _ in range(40):
+            for priority in counts:
+                counts[priority] += await refused(priority, 1)
+        assert counts[0] == 0 and 19 <= counts[1] <= 21  # a quarter of all, which is half of those
+        assert await made.metric("tandem_router_shed_total", reason="planner") == counts[1]
+        assert await made.metric("tandem_router_shed_share", model="m") == 0.25
+        (model,) = (await made.router.Status(router_pb2.StatusRequest())).models
+        assert model.shed == 0.25
+        assert not await refused(1, 5, request_id="stream-0", attempt=1)  # its client has heard of it already
+        assert not await refused(1, 5, request_id="response-1")  # the first choice was let in
+        await shed(0.9, seconds=0.05)
+        await asyncio.sleep(0.06)  # the planner is gone
+        assert not await refused(1, 20)
+        made.service.tick(0.0)
+        assert await made.metric("tandem_router_shed_share", model="m") == 0
+        await shed(0.9)
+        await shed(0.0)
+        assert not await refused(1, 20)
+        for wrong in ({"share": 1.5}, {"share": float("nan")}, {"share": 0.5, "seconds": 1e9}):
+            with pytest.raises(grpc.aio.AioRpcError, match="are wanted"):
+                await shed(**wrong)
+        with pytest.raises(grpc.aio.AioRpcError, match="was ever seen"):
+            await shed(0.5, model="another")
+
+
+async def test_a_model_whose_workers_are_gone_for_an_hour_is_forgotten() -> None:
+    async with cluster() as made:
+        worker = await made.join("a")
+        assert await made.metric("tandem_router_workers", role="decode", model="m") == 1
+        now = time.monotonic()
+        made.service.tick(now + 4000)  # as long as it has workers, it stays
+        made.service.on_change("left", worker.member)
+        made.service.tick(now + 3500)
+        assert await made.metric("tandem_router_workers", role="decode", model="m") == 0  # which raises an alert
+        made.service.tick(now + 3700)
+        with pytest.raises(AssertionError, match="no metric"):
+            await made.metric("tandem_router_workers", role="decode", model="m")
+        assert not (await made.router.Status(router_pb2.StatusRequest())).models
+        made.workers.clear()
+        await worker.close()

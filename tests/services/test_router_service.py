@@ -62,10 +62,10 @@ async def test_it_is_said_once_a_while_that_nobody_prefills() -> None:
         with capture_logs() as logs:
             for _ in range(5):
                 await made.place()
-            made.service._say_alone_at = 0.0  # a minute later
+            made.service._say_alone_at = {}  # a minute later
             await made.place()
             await made.join("p", "prefill")
-            made.service._say_alone_at = 0.0
+            made.service._say_alone_at = {}
             assert (await made.place()).prefill.incarnation == "p"
         assert [entry["log_level"] for entry in logs if "no prefill worker" in entry["event"]] == ["warning"] * 2
 

@@ -32,6 +32,10 @@ class State:
     async def announce(self) -> None:
         """Nobody is there."""
 
+    def members(self, *roles: str) -> list[cluster_pb2.Member]:
+        """Nobody."""
+        return []
+
 
 async def test_a_caller_who_goes_away_leaves_a_worker_that_knows_whether_it_sleeps(engine: Engine) -> None:
     told: list[KvEvent] = []
@@ -43,7 +47,7 @@ async def test_a_caller_who_goes_away_leaves_a_worker_that_knows_whether_it_slee
     events: Any = SimpleNamespace(publish=told.extend)
     state: Any = State()
     context: Any = None
-    sleep = SleepService(member, state, thread, service, sender, events, crashed.append)
+    sleep = SleepService(member, state, thread, service, sender, events, None, crashed.append)
     thread.start()
     in_a_step, step_ends = threading.Event(), threading.Event()
     thread.post(lambda: (in_a_step.set(), step_ends.wait()))

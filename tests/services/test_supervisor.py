@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.supervisor import EXIT_CONFIGURATION, Child, Supervisor
 
 SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"]
@@ -97,9 +99,9 @@ async def test_the_wait_before_a_restart_doubles_and_ends_with_stop() -> None:
 
 async def test_stop_amid_a_start_leaves_no_process() -> None:
     seen = Recorder()
-    supervisor = Supervisor([child(str(i), SLEEPER) for i in range(4)], seen.event, seen.line)
+    supervisor = Supervisor([child(str(i), SLEEPER) for i in range(12)], seen.event, seen.line)
     starting = asyncio.ensure_future(supervisor.start())
-    await until(lambda: len(seen.events) == 1)
+    await until(lambda: bool(seen.events))
     starting.cancel()
     await supervisor.stop()
     started = [fields["pid"] for kind, fields in seen.events if kind == "started"]
@@ -142,6 +144,30 @@ async def test_wrong_configuration_is_not_restarted() -> None:
     await supervisor.start()
     assert "w cannot run" in await asyncio.wait_for(supervisor.failed, 20)
     assert not any(kind == "restarted" for kind, _ in seen.events)
+    await supervisor.stop()
+
+
+async def test_one_more_that_cannot_be_started_can_be_tried_again() -> None:
+    recorder = Recorder()
+    supervisor = Supervisor([child("a", SLEEPER)], recorder.event, recorder.line)
+    await supervisor.start()
+    with pytest.raises(OSError):
+        await supervisor.add(child("b", ["/nowhere"]))
+    assert [each.name for each in supervisor.children] == ["a"]
+    await supervisor.add(child("b", SLEEPER))
+    assert set(supervisor.pids) == {"a", "b"}
+    await supervisor.stop()
+
+
+async def test_what_has_run_before_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration was right once, so that what is wrong may pass."""
+    monkeypatch.setattr("services.supervisor._STABLE_SECONDS", 0.5)
+    seen = Recorder()
+    code = f"import time; time.sleep(1); raise SystemExit({EXIT_CONFIGURATION})"
+    supervisor = Supervisor([child("w", [sys.executable, "-c", code])], seen.event, seen.line)
+    await supervisor.start()
+    await until(lambda: any(kind == "restarted" for kind, _ in seen.events))
+    assert not supervisor.failed.done()
     await supervisor.stop()
 
 

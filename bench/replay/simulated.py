@@ -1,0 +1,164 @@
+"""One simulated run: what a client would have measured."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bench.config import LoadConfig
+from bench.errors import BenchError
+from bench.measure.experiment import Run
+from bench.measure.record import LagSamples, Record, RunResult
+from bench.measure.slo import Slo
+from bench.measure.summary import summarise
+from bench.replay.piloted import NO_PLANNER, Piloting, refused, told
+from planner.fitting import Profile
+from planner.simulator.cluster import ORACLE, Cluster, Flight
+from planner.simulator.demand import Trace
+from planner.simulator.job import BLOCK_SIZE
+from planner.simulator.settings import KvSettings, Settings
+from planner.simulator.timing import Timing
+from router.policies import POLICIES
+
+HOST_FLAG, DISK_FLAG, REDIS_FLAG = "--kv-memory-host", "--kv-disk", "--kv-redis"
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)?", re.IGNORECASE)
+_UNITS = {f"{letter}{i}b": (1024 if i else 1000) ** (at + 1) for at, letter in enumerate("kmgt") for i in ("", "i")}
+
+
+def settings_of(
+    workers: int,
+    prefill: int,
+    routers: int,
+    kv_tokens: int | None,
+    timing: Path | None,
+    seed: int,
+    tiers: Mapping[str, str | None] = MappingProxyType({}),
+) -> Settings:
+    """What flags say; `tiers` by the names of flags. Raises BenchError."""
+    if prefill >= workers:
+        raise BenchError(f"of {workers} workers {prefill} cannot prefill: at least one must decode")
+    settings = Settings(workers=workers, prefill_workers=prefill, routers=routers, seed=seed)
+    if kv_tokens is not None:
+        settings = replace(settings, kv_tokens=kv_tokens)
+    if timing is not None:
+        try:
+            settings = replace(settings, timing=msgspec.json.decode(timing.read_bytes(), type=Profile).timing)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise BenchError(f"{timing} says no timing: {error}") from error
+        told = msgspec.structs.asdict(settings.timing)
+        if odd := [name for name, value in told.items() if value < 0 or (name == "link_bytes" and not value)]:
+            raise BenchError(f"{timing}: {odd[0]} {told[odd[0]]:g} is no time or amount that there can be")
+    tokens = {flag: _tokens(flag, text, settings.timing) for flag, text in tiers.items() if text is not None}
+    if not tokens:
+        return settings
+    if not tokens.get(HOST_FLAG):
+        raise BenchError(f"{next(iter(tokens))}: what lies there passes through host memory: give {HOST_FLAG}, too")
+    kv = KvSettings(tokens[HOST_FLAG], tokens.get(DISK_FLAG, 0), tokens.get(REDIS_FLAG, 0))
+    return replace(settings, kv=kv)
+
+
+def _tokens(flag: str, text: str, timing: Timing) -> int:
+    """Of a tier that is as large as `text` says. Raises BenchError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise BenchError(f"{flag} {text}: give tokens, as 2000000, or a size, as 64GiB")
+    number, unit = float(found[1]), (found[2] or "").lower()
+    tokens = number * _UNITS[unit] / timing.token_bytes if unit else number
+    if tokens < BLOCK_SIZE:
+        raise BenchError(f"{flag} {text} holds {int(tokens)} tokens, less than a block of {BLOCK_SIZE}: give more")
+    return int(tokens)
+
+
+def require_policy(policy: str, tiers: Mapping[str, str | None]) -> None:
+    """Raises BenchError for one that there is not, or that knows no tiers."""
+    if policy == ORACLE and (flags := [flag for flag, text in tiers.items() if text is not None]):
+        raise BenchError(f"the oracle sees workers' caches alone: leave {flags[0]} out, or take another --policy")
+    if policy not in (*POLICIES, ORACLE):
+        raise BenchError(f"there is no policy {policy!r}, but {', '.join([*POLICIES, ORACLE])}")
+
+
+def require_room(trace: Trace, settings: Settings) -> None:
+    """Raises BenchError where workers of some role have no room for the longest request, which would wait for ever."""
+    most = max(demand.prompt_tokens + demand.output_tokens for demand in trace.demands)
+    for offer in (settings.offer("decode"), settings.offer("prefill")):
+        if most + 2 * offer.max_running >= offer.kv_tokens:
+            raise BenchError(
+                f"a request has {most} tokens, too many for workers that hold {offer.kv_tokens}: more than "
+                f"{most + 2 * offer.max_running} are needed, by --kv-tokens or the file of --timing"
+            )
+
+
+def simulated(
+    trace: Trace,
+    config: LoadConfig,
+    settings: Settings,
+    *,
+    policy: str,
+    slo: Slo | None,
+    label: str,
+    console: Console | None,
+    piloting: Piloting = NO_PLANNER,
+) -> Run:
+    """One run. `console`: where its progress is shown; None: nowhere. Raises BenchError."""
+    settings = piloting.apply_to(settings)
+    require_room(trace, settings)
+    cluster = Cluster(trace, trace.own_rate, policy, settings)
+    autopilot = piloting.pilot(cluster, slo)
+    began = time.time()
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=console is None, transient=True) as progress:
+        task = progress.add_task(label, total=len(trace.demands))
+        cluster.run(lambda: progress.advance(task))
+    config = msgspec.structs.replace(config, url="", model="simulated")
+    records = [_record(flight, config) for flight in cluster.flights]
+    records += refused(cluster, trace.times.tolist(), config.warmup)
+    records.sort(key=lambda record: record.id)
+    result = RunResult(
+        started_at=began, wall_seconds=cluster.clock.now, records=records, lag=LagSamples(), planned=len(records)
+    )
+    summary = summarise(config, result, slo)
+    if settings.kv.host_tokens:
+        summary.tokens.cached_by = _cached_by(cluster.flights[config.warmup :])
+    if autopilot is not None:
+        summary.planner = told(autopilot, cluster)
+    return Run(label=label, config=config, result=result, summary=summary)
+
+
+def _cached_by(flights: list[Flight]) -> dict[str, int]:
+    """Prompt tokens that nobody computed, by who had them."""
+    found = Counter(worker=0, peer=0)
+    for flight in flights:
+        found["worker"] += flight.cached_tokens - flight.fetched_tokens
+        found["peer"] += flight.fetched_tokens - flight.restored_tokens
+        found.update(flight.restored_by)
+    return dict(found)
+
+
+def _record(flight: Flight, config: LoadConfig) -> Record:
+    """As a client would have seen it; tokens are taken to come evenly."""
+    demand, count = flight.demand, flight.demand.output_tokens
+    first, last = flight.first_at - flight.came_at, flight.ended_at - flight.came_at
+    return Record(
+        id=flight.number,
+        conversation=flight.number,
+        warmup=flight.number < config.warmup,
+        scheduled=flight.came_at,
+        sent=flight.came_at,
+        end=flight.ended_at,
+        chunks=np.linspace(first, last, count).tolist(),
+        input_tokens=demand.prompt_tokens,
+        output_tokens=count,
+        prompt_tokens=demand.prompt_tokens,
+        completion_tokens=count,
+        cached_tokens=flight.cached_tokens,
+        status=200,
+        finish_reason="length",
+    )

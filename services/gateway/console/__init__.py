@@ -1,0 +1,1 @@
+"""The console: what the admin port shows of the cluster, as JSON and as a page."""

@@ -1,0 +1,106 @@
+"""Workers of Kubernetes deployments: their scale, against an API server in memory."""
+
+from pathlib import Path
+
+import pytest
+from fake_kubernetes import FakeKubernetes, fake_kubernetes
+
+lightkube = pytest.importorskip("lightkube", reason="no client: pip install 'tandem-serve[k8s]'")
+
+from services.cluster_state import ClusterState  # noqa: E402
+from services.config import ConfigError  # noqa: E402
+from services.planner.actuators import ActuatorFailed  # noqa: E402
+from services.planner.kubernetes import KubernetesActuator  # noqa: E402
+from services.rpc import cluster_pb2  # noqa: E402
+
+POD = "tandem-prefill-7c5d"
+
+
+class Known(ClusterState):
+    """Members as a test says."""
+
+    known: list[cluster_pb2.Member] = []
+
+    def members(self, *roles: str) -> list[cluster_pb2.Member]:
+        return [member for member in self.known if member.role in roles]
+
+
+def client(server: FakeKubernetes, folder: Path) -> "lightkube.AsyncClient":
+    path = folder / "kubeconfig"
+    path.write_text(server.kubeconfig())
+    return lightkube.AsyncClient(config=lightkube.KubeConfig.from_file(path), namespace="llm")
+
+
+def deployment(name: str, replicas: int) -> dict[str, object]:
+    labels = {"app": name}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "worker", "image": "tandem"}]}}
+    spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": pod}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name, "namespace": "llm"}, "spec": spec}
+
+
+def replicas(server: FakeKubernetes, name: str) -> int:
+    return int(server.existing()[("Deployment", name)]["spec"]["replicas"])
+
+
+async def test_replicas_come_and_go(tmp_path: Path) -> None:
+    state = ClusterState("redis://127.0.0.1:1/0", "tandem")
+    async with fake_kubernetes() as server:
+        from lightkube.resources.apps_v1 import Deployment
+        from lightkube.resources.core_v1 import Pod
+
+        kube = client(server, tmp_path)
+        await kube.create(Deployment.from_dict(deployment("tandem-decode", 1)))
+        pod = {
+            "metadata": {"name": "tandem-decode-7c5d-a", "namespace": "llm"},
+            "spec": {"containers": [{"name": "worker"}]},
+        }
+        await kube.create(Pod.from_dict(pod))
+        actuator = KubernetesActuator(state, "decode=tandem-decode,Qwen/Qwen3/decode=qwen-decode", kube)
+        await actuator.add("model", "decode")
+        assert replicas(server, "tandem-decode") == 2
+        # Nobody has joined the cluster state yet.
+        assert [(each.role, each.state) for each in await actuator.starting("model")] == [("decode", "starting")] * 2
+        await actuator.remove("tandem-decode-7c5d-a", cluster_pb2.Member(name="tandem-decode-7c5d-a"))
+        assert replicas(server, "tandem-decode") == 1
+        told = server.existing()[("Pod", "tandem-decode-7c5d-a")]["metadata"]["annotations"]
+        assert told == {"controller.kubernetes.io/pod-deletion-cost": "-1000"}
+        with pytest.raises(ActuatorFailed, match="names none for prefill workers of model"):
+            await actuator.add("model", "prefill")
+        with pytest.raises(ActuatorFailed, match="of no deployment"):
+            await actuator.remove("tandem-decode-big-7c5d-a", None)
+        await kube.create(Deployment.from_dict(deployment("qwen-decode", 0)))
+        await actuator.add("Qwen/Qwen3", "decode")
+        assert (replicas(server, "tandem-decode"), replicas(server, "qwen-decode")) == (1, 1)
+        gone = KubernetesActuator(state, "decode=gone", kube)
+        with pytest.raises(ActuatorFailed, match="refuses or does not answer"):
+            await gone.add("model", "decode")
+        await actuator.close()
+
+
+async def test_without_the_right_to_patch_pods_kubernetes_chooses_unless_nobody_might_decode(tmp_path: Path) -> None:
+    flipped, other, third = (
+        cluster_pb2.Member(name=f"{POD}-{name}", role=role, incarnation=name)
+        for name, role in (("a", "decode"), ("b", "prefill"), ("c", "decode"))
+    )
+    state = Known("redis://127.0.0.1:1/0", "tandem")
+    async with fake_kubernetes() as server:
+        from lightkube.resources.apps_v1 import Deployment
+
+        kube = client(server, tmp_path)
+        server.forbidden = "pods"
+        await kube.create(Deployment.from_dict(deployment("tandem-prefill", 3)))
+        actuator = KubernetesActuator(state, "prefill=tandem-prefill", kube)
+        state.known = [flipped, other]
+        with pytest.raises(ActuatorFailed, match="who decodes last might go"):
+            await actuator.remove(other.name, other)
+        assert replicas(server, "tandem-prefill") == 3
+        state.known.append(third)
+        await actuator.remove(other.name, other)
+        assert replicas(server, "tandem-prefill") == 2
+        await actuator.close()
+
+
+@pytest.mark.parametrize("deployments", ["", "decode", "gateway=tandem"])
+def test_what_names_no_deployment_is_refused(deployments: str) -> None:
+    with pytest.raises(ConfigError, match="planner_deployments"):
+        KubernetesActuator(ClusterState("redis://127.0.0.1:1/0", "tandem"), deployments)
