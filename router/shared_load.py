@@ -57,7 +57,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class SharedLoad:
-    """One replica's part. Bookings are taken from and put into its `placer`. Nothing is kept to be told to nobody."""
+    """One replica's part. Bookings are taken from and put into its `placer`."""
 
     def __init__(self, replica: str, placer: Placer) -> None:
         self._replica = replica
@@ -90,10 +90,10 @@ class SharedLoad:
 
     def released(self, key: Key, report: bytes = b"") -> None:
         """An attempt's end was told here, whoever booked it. `report` is handed to the others, once at most."""
+        self._remember(key)  # a replica that is not known yet may have heard of the booking
         if self._peers:
             self._booked.pop(key, None)
             self._released.append((key, report))
-            self._remember(key)
 
     def __len__(self) -> int:
         """Other replicas."""

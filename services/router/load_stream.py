@@ -1,7 +1,8 @@
 """The line between the routers of a cluster: a Redis stream in which each tells what it booked and released.
 
 Redis is in no decision's way: news are gathered for some milliseconds and sent beside the placements. When it is lost,
-each router goes on with what it knows.
+each router goes on with what it knows. The end of a request is told to the others before its gateway has the answer: a
+router that dies in between has taken no end with it that nobody would tell again.
 """
 
 from __future__ import annotations
@@ -30,16 +31,36 @@ _ENTRIES = 1024  # kept: who is further behind hears everything anew
 _FIELD = b"m"
 
 
+class News:
+    """That a router has something to tell the others, and that it has told it."""
+
+    def __init__(self) -> None:
+        self._there = asyncio.Event()
+        self._told = asyncio.Event()  # of what is new now; each telling has its own
+
+    def add(self) -> asyncio.Event:
+        """There is something new. The event is set when it was told, or could not be."""
+        self._there.set()
+        return self._told
+
+    async def gather(self) -> asyncio.Event:
+        """Returns some milliseconds after there is something new, or now and then: to be set when it was told."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._there.wait(), _IDLE_SECONDS)
+            await asyncio.sleep(_GATHER_SECONDS)
+        self._there.clear()
+        told, self._told = self._told, asyncio.Event()
+        return told
+
+
 class LoadStream:
     """One router's connection to the stream of `cluster` at `url`.
 
-    `news` is set when `shared` has something to tell; `hear` gets what others told and raises MsgspecError or
-    DecodeError for what it does not understand.
+    `news` says when `shared` has something to tell; `hear` gets what others told and raises MsgspecError or DecodeError
+    for what it does not understand.
     """
 
-    def __init__(
-        self, url: str, cluster: str, shared: SharedLoad, news: asyncio.Event, hear: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, url: str, cluster: str, shared: SharedLoad, news: News, hear: Callable[[bytes], None]) -> None:
         self._shared = shared
         self._stream = f"{cluster}:router-load"
         self._writer = redis_client(url)
@@ -77,21 +98,16 @@ class LoadStream:
                     log.info("routers hear each other again")
 
     async def _tell(self) -> None:
-        try:
-            await asyncio.wait_for(self._news.wait(), _IDLE_SECONDS)
-        except TimeoutError:
-            pass
-        else:
-            await asyncio.sleep(_GATHER_SECONDS)
-        self._news.clear()
+        told = await self._news.gather()
         message = self._shared.message(time.monotonic())
-        if message is None:
-            return
         try:
-            await self._writer.xadd(self._stream, {_FIELD: message}, maxlen=_ENTRIES, approximate=True)
+            if message is not None:
+                await self._writer.xadd(self._stream, {_FIELD: message}, maxlen=_ENTRIES, approximate=True)
         except REDIS_ERRORS:
             self._shared.lost()
             raise
+        finally:
+            told.set()
 
     async def _hear(self) -> None:
         if self._cursor is None:

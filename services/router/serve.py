@@ -32,7 +32,7 @@ async def serve(config: RouterConfig) -> None:
     state = ClusterState(config.state, config.cluster)
     await state.connect()
     state.on_change(service.on_change)
-    stream = LoadStream(config.state, config.cluster, service.shared, service.has_news, service.hear)
+    stream = LoadStream(config.state, config.cluster, service.shared, service.news, service.hear)
     sharing = asyncio.ensure_future(stream.run())
     await rpc.start()
     await state.register(

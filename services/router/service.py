@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -32,6 +33,7 @@ from services.process import new_incarnation
 from services.router.explanations import Explanations
 from services.router.health_watch import HealthWatch
 from services.router.line import Lines, Released
+from services.router.load_stream import News
 from services.router.metrics import RouterMetrics
 from services.router.prefetch import Prefetch
 from services.router.reuse_watch import ReuseWatch
@@ -47,6 +49,7 @@ _SESSION_BLOCKS = 4  # which keep prompts together that name no session
 _GRACE_SECONDS = 30.0  # a reservation outlives its request's deadline by so much
 _MAX_LEASE_SECONDS = 3600.0  # of a reservation whose request has no deadline
 _SAY_AGAIN_SECONDS = 60.0
+_TELL_SECONDS = 0.5  # for the other routers to be told; later, a gateway need not wait any more
 _WELL = (router_pb2.OK, router_pb2.ABORTED)
 _RETIRED_SECONDS = 3600.0  # after its last worker left, a model is none that lacks workers
 _NO_LAYOUT = -1  # no prompt has hashes of it
@@ -81,7 +84,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._say_alone_at: dict[str, float] = {}  # by model
         self.incarnation = new_incarnation()
         self.shared = SharedLoad(self.incarnation, self._placer)
-        self.has_news = asyncio.Event()  # for other routers
+        self.news = News()  # for other routers
         self.metrics.blocks.set_function(lambda: len(self._placer.index))
         self.metrics.reservations.set_function(lambda: len(self._placer.reservations))
         self.metrics.staleness.set_function(lambda: self.shared.staleness(time.monotonic()))
@@ -207,7 +210,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             lease=min(max(1.0, request.deadline_seconds), _MAX_LEASE_SECONDS) + _GRACE_SECONDS,
         )
         self.shared.booked((request.request_id, request.attempt), chains)
-        self.has_news.set()
+        self.news.add()
         way = placed.decision.way
         self.metrics.placements.labels(way.value).inc()
         self.metrics.fetches.inc(placed.source is not None)
@@ -269,12 +272,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Release(
         self, request: router_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> router_pb2.ReleaseReply:
-        """Ends the booking of an attempt, and learns from how it ended."""
+        """Ends the booking of an attempt, and learns from how it ended. Answers when the others can know it."""
         reservation = self._placer.reservations.release(request.request_id, request.attempt)
         self.shared.released((request.request_id, request.attempt), request.SerializeToString())
-        self.has_news.set()
+        told = self.news.add()
         self._lines.release(request.request_id, request.attempt)
         self._ended(request, reservation, told_here=True)
+        if self.shared.news:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(told.wait(), _TELL_SECONDS)
         return router_pb2.ReleaseReply()
 
     def hear(self, message: bytes) -> None:

@@ -126,6 +126,15 @@ def test_a_release_that_got_lost_ends_with_the_next_whole_message() -> None:
     assert b.booked == 0
 
 
+def test_an_end_that_a_router_without_others_was_told_reaches_those_that_join() -> None:
+    a, b = Replica("a"), Replica("b", others=())
+    a.place(("x", 0), 0.0)
+    b.release(("x", 0))  # its gateway sees it already; it sees no other router yet
+    b.shared.join("a", 0.01)
+    exchange(a, b, now=0.02)
+    assert a.booked == b.booked == 0
+
+
 def test_the_same_message_twice_or_late_changes_nothing() -> None:
     a, b, _ = three()
     a.place(("x", 0), 0.0)

@@ -23,17 +23,17 @@ def store() -> Iterator[Store]:
 
 
 @contextlib.asynccontextmanager
-async def linked(url: str, *routers: Cluster) -> AsyncIterator[None]:
-    """They know and hear each other."""
+async def linked(url: str, *routers: Cluster) -> AsyncIterator[list[asyncio.Future[None]]]:
+    """They know and hear each other, each by a task."""
     services = [router.service for router in routers]
-    streams = [LoadStream(url, "test", each.shared, each.has_news, each.hear) for each in services]
+    streams = [LoadStream(url, "test", each.shared, each.news, each.hear) for each in services]
     tasks = [asyncio.ensure_future(stream.run()) for stream in streams]
     for router in routers:
         for other in routers:
             member = cluster_pb2.Member(name="router", role="router", incarnation=other.service.incarnation)
             router.service.on_change("joined", member)
     try:
-        yield
+        yield tasks
     finally:
         for task in tasks:
             task.cancel()
@@ -131,3 +131,14 @@ async def test_bookings_of_a_router_that_is_gone_end_by_any_release(store: Store
             router.service.on_change("left", gone)
         await second.router.Release(router_pb2.ReleaseRequest(request_id="q"))
         await agree(0, second, third)
+
+
+async def test_an_end_that_a_router_has_answered_is_told_also_if_the_router_dies_then(store: Store) -> None:
+    async with cluster() as first, cluster() as second, linked(store.url, first, second) as lines:
+        second.service.on_change("joined", (await first.join("a")).member)
+        for number in range(10):
+            await first.place(request_id=f"q{number}")
+        await agree(10, first, second)
+        await asyncio.gather(*(first.router.Release(router_pb2.ReleaseRequest(request_id=f"q{n}")) for n in range(10)))
+        lines[0].cancel()
+        await agree(0, second)
