@@ -79,7 +79,7 @@ class Network:
         """Lets only so much leave `source` a second, such as 1mbit."""
         device = ("dev", "eth0", "root")
         space = ("netns", "exec", self.space(source), "tc", "qdisc")
-        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "1s")
+        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "200ms")
         try:
             yield
         finally:
@@ -140,7 +140,7 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
     cluster = Cluster(processes[-1], f"http://127.0.0.1:{http}", log, model.name, admin=f"http://127.0.0.1:{admin}")
     try:
         deadline = time.monotonic() + 90
-        while not _ready(cluster):
+        while not ready(cluster):
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.2)
         yield cluster
@@ -154,7 +154,8 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
                 process.kill()
 
 
-def _ready(cluster: Cluster) -> bool:
+def ready(cluster: Cluster) -> bool:
+    """Whether it answers, and the router has both workers."""
     with contextlib.suppress(httpx.HTTPError):
         if httpx.get(cluster.url + "/health", timeout=5).status_code == 200:
             return cluster.metric("tandem_router_workers") == 2
