@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt deploy/*.sh | cksum | cut -d' ' -f1)
 ARGS ?=
 STARTED := $(shell date +%s)
-# Only a test whose fault met nothing, or one that failed while a process got no processor, is run again, and told of.
-AGAIN := --reruns=2 --only-rerun='FaultMissed|StoodStill' --rerun-show-tracebacks
+# Only a test whose fault met nothing, one that failed while a process got no processor, and one that waited too briefly
+# (a deadline by `monotonic`) is run again, and told of.
+AGAIN := --reruns=2 --only-rerun='FaultMissed|StoodStill|function.monotonic' --rerun-show-tracebacks
 # No other package may replace the build of torch that deploy/install-torch.sh chose.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

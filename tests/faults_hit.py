@@ -2,7 +2,7 @@
 
 
 class FaultMissed(Exception):
-    """Nothing was disturbed, so the test says nothing. It is run again, which no other failure is (Makefile)."""
+    """Nothing was disturbed, so the test says nothing. It is run again, as little else is (Makefile)."""
 
 
 def must_hit(hit: object, otherwise: str) -> None:

@@ -71,7 +71,7 @@ class Cluster:
                     total += sample.value
         return total
 
-    def wait_idle(self, timeout: float = 5.0) -> None:
+    def wait_idle(self, timeout: float = 20.0) -> None:
         """Waits until no request runs and no block is active, in transfer or orphaned; fails if that does not come."""
         deadline = time.monotonic() + timeout
         while True:

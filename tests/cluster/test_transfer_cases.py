@@ -137,7 +137,7 @@ def test_after_a_storm_of_clients_that_leave_all_is_as_before(pair: Cluster, alo
     dice = random.Random(4)
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         list(pool.map(lambda number: leave_soon(pair, number, dice), range(240)))
-    pair.wait_idle(5)
+    pair.wait_idle(15)
     assert pair.metric("tandem_kv_credits_waiting") == 0
     ends = time.monotonic() + 10
     while pair.metric("tandem_router_reservations"):  # the router counts once a second
@@ -171,7 +171,7 @@ def test_clients_leave_and_then_the_prefill_worker_dies(pair: Cluster, alone: Cl
             os.kill(pair.pids["prefill-0"], signal.SIGKILL)
             for future in leaving:
                 future.result()
-        pair.wait_idle(7)  # a lease, and some
+        pair.wait_idle(20)  # a lease, and some
         wait_for_prefill(pair)
     os.kill(decode, 0)  # it has lived through all of it
     assert ask(pair, prompt(10, 90)) == ask(alone, prompt(10, 90))
