@@ -55,10 +55,12 @@ def plan(
 ) -> None:
     """Which cluster a load needs: how many workers of which kind, and how many of them should only prefill.
 
-    Simulates clusters as `tandem simulate` does, cheapest first, and shows what it tried; a cheaper one that does as
-    well is never left out. Exits 1 if none holds. Workers that prefill and those that decode may have other cards, and
-    other numbers of them. With --goodput all placements of up to --max-gpus are looked at, each at the most requests/s
-    that it holds.
+    Simulates clusters as `tandem simulate` does, and shows what it tried; of that the cheapest that holds is chosen.
+    It tries no fewer workers than could do the work in the time that --slo leaves, splits them so that both sides are
+    about as busy, and bisects their number, so it takes more workers to do no harm. Exits 1 if none holds. Workers that
+    prefill and those that decode may have other cards, and other numbers of them: the former need room for a prompt,
+    the latter for its answer, too. With --goodput all placements of up to --max-gpus are looked at, each at the most
+    requests/s that it holds; less than a thousandth of what its steps could do counts as none.
 
     Examples:
 
@@ -144,12 +146,13 @@ def _cheapest(trials: Any, offers: Any, most: int, gpus: int | None) -> tuple[An
     """The deployment with its trial, or None, and all trials; some around it show what more or less buys."""
     from planner.sizing import cheapest, splits
 
-    works = [(family, trials.work(family)) for family in _able(trials, offers)]
-    found = cheapest(works, most, gpus, trials.holds)
+    works = {family: trials.work(family) for family in _able(trials, offers)}
+    found = cheapest([(*each, trials.fewest(each[0])) for each in works.items()], most, gpus, trials.holds)
     if found is not None:
         for workers in range(max(1, found.workers - _AROUND), found.workers + _AROUND + 1):
-            for one in splits(found.family, trials.work(found.family), workers):
+            for one in splits(found.family, works[found.family], workers):
                 trials.run(one)
+        found = trials.best(most, gpus)
     tried = sorted(trials.tried.values(), key=lambda one: (one.cost, -one.attainment))
     return (None if found is None else (found, trials.run(found))), tried
 

@@ -28,7 +28,7 @@ from planner.simulator.cluster import Cluster
 from planner.simulator.demand import Trace
 from planner.simulator.settings import Settings
 from planner.simulator.timing import Timing
-from planner.sizing import Family, work_of
+from planner.sizing import Family, Objectives, work_of
 from planner.window import ROLES, Pools, Role, Window
 
 # To the workload that reads it, and how many times as slow as an H200 the cards are: several are needed then.
@@ -169,8 +169,8 @@ def best_ratio(trace: Trace, workers: int, timing: Timing, aim: Aim) -> tuple[in
 
 def fixed_best(trace: Trace, timing: Timing, aim: Aim) -> tuple[int, int, dict[str, Any]]:
     """The fewest workers, and how many of them only prefill, that keep to the objectives for 90 % of the requests."""
-    work = work_of(trace, Family(Offer(timing=timing)), aim.tpot)
-    fewest = min(aim.gpus, max(1, int(work.prefill + work.decode)))
+    work = work_of(trace, Family(Offer(timing=timing)), Objectives(tpot=aim.tpot))
+    fewest = min(aim.gpus, max(1, int(work.together)))
     for workers in range(fewest, aim.gpus + 1):
         prefill, found = best_ratio(trace, workers, timing, aim)
         if found["attainment"] >= 0.9 or workers == aim.gpus:

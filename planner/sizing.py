@@ -1,10 +1,12 @@
 """How many workers of which kind a load needs, and how many of them should only prefill.
 
-A bound comes from the work alone: no cluster with fewer workers can keep up, and no kind of worker will do on which
-too many requests would be late even alone. From there on deployments are tried, in a simulation or otherwise. Near a
-number of workers only splits are tried whose workers would be about equally busy.
+A bound comes from the work alone: fewer workers cannot do enough of it in the time that the objectives leave, which
+goes on after the last request has come; and no kind of worker will do on which too many requests would be late even
+alone. From there on deployments are tried, in a simulation or otherwise. Near a number of workers only splits are tried
+whose workers would be about equally busy.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,26 @@ from planner.offer import Offer
 from planner.simulator.demand import Trace
 
 _GROWTH = 1.25  # from one number of workers that does not hold to the next that is tried
+_SMALLEST = 1e-3  # of a capacity: lower rates are not looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Seconds that a request may take, and the share of the requests that must keep to all of them."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    e2e: float = math.inf
+    share: float = 1.0
+
+    @property
+    def prompt(self) -> float:
+        """Until its prompt is computed; inf: nothing says when."""
+        return min(self.ttft, self.e2e)
+
+    def answer(self, tokens: int) -> float:
+        """Until an answer of so many tokens has ended; inf: nothing says when."""
+        return min(self.e2e, self.ttft + (self.tpot * (tokens - 1) if tokens > 1 else 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +43,12 @@ class Work:
 
     prefill: float
     decode: float
+    hidden: float = 0.0  # of both, that aggregated workers do at once: weights are read while prompts are computed
+
+    @property
+    def together(self) -> float:
+        """For workers that do both."""
+        return self.prefill + self.decode - self.hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,50 +101,95 @@ def families(offers: Sequence[Offer]) -> list[Family]:
     return [*map(Family, offers), *(Family(offer, first) for first in offers for offer in offers)]
 
 
-def work_of(trace: Trace, family: Family, tpot: float | None) -> Work:
-    """The least work: all prefixes cached that can be, decode steps as full as `tpot` seconds a token let them be."""
+def work_of(trace: Trace, family: Family, objectives: Objectives) -> Work:
+    """The least work, done evenly until the last request has come, and in the time that its objectives leave then."""
+    total = _total(trace, family, objectives.tpot, 1.0)
+    span = _span(trace, lambda tokens: tokens * family.offer.timing.step)
+    last = max(demand.output_tokens for demand in trace.demands)
+    prompts, answers = (
+        max(1e-9, span + (left if math.isfinite(left) else 0.0))
+        for left in (objectives.prompt, objectives.answer(last))
+    )
+    return Work(total.prefill / prompts, total.decode / answers, total.hidden / max(prompts, answers))
+
+
+def fewest(trace: Trace, family: Family, objectives: Objectives) -> Deployment:
+    """With fewer workers too many requests would be late, whatever becomes of the others.
+
+    Answers that are late themselves are taken to put off no later question.
+    """
+    total = _total(trace, family, objectives.tpot, objectives.share)
+    span = _span(trace, objectives.answer)
+    prompts = span + objectives.prompt
+    answers = span + max(objectives.answer(demand.output_tokens) for demand in trace.demands)
+    if family.prefill is None:
+        return family.of(0, _whole(max(total.prefill / prompts, total.together / answers)))
+    return family.of(_whole(total.prefill / prompts), _whole(total.decode / answers))
+
+
+def _whole(workers: float) -> int:
+    return max(1, math.ceil(workers - 1e-9))
+
+
+def _total(trace: Trace, family: Family, tpot: float, share: float) -> Work:
+    """The least work in workers' seconds: of each part only the easiest `share` of the requests.
+
+    All prefixes are cached that can be, steps with prompts are full, and those of answers as full as caches and `tpot`
+    seconds a token let them be.
+    """
     first, offer = family.prefill or family.offer, family.offer
-    timing, seconds = offer.timing, max(1e-9, _span(trace, offer.timing.step))
-    computed = 1.0 - trace.endless_hit_rate
-    prompts = (first.timing.prompt(0, demand.prompt_tokens, first.max_batched_tokens) for demand in trace.demands)
-    output = sum(demand.output_tokens for demand in trace.demands)
-    kept = sum((demand.prompt_tokens + demand.output_tokens / 2) * demand.output_tokens for demand in trace.demands)
-    context = kept / output
-    each = timing.sequence + timing.kept_token * context
-    together = min(offer.max_running, offer.kv_tokens / context)
-    if tpot is not None and each > 0:
-        together = min(together, max(1.0, (tpot - timing.step) / each))
-    return Work(computed * sum(prompts) / seconds, output / seconds * (timing.step + together * each) / together)
+    chunk, prompt, timing = first.max_batched_tokens, first.timing, offer.timing
+    token = max(prompt.step, prompt.prompt_step + prompt.prompt_token * chunk) / chunk
+    count = math.ceil(share * len(trace.demands) - 1e-9)
+    tokens, contexts, each, filled = list[float](), list[float](), list[float](), [list[float]() for _ in range(3)]
+    for demand, cached in zip(trace.demands, trace.endless_cached, strict=True):
+        computed, later = demand.prompt_tokens - cached, demand.output_tokens - 1
+        kept = demand.prompt_tokens + demand.output_tokens / 2
+        sequence = timing.sequence + timing.kept_token * kept
+        tokens.append(token * computed)
+        contexts.append(prompt.prompt_token_context * computed * (cached + demand.prompt_tokens) / 2)
+        each.append(later * sequence)
+        for which, part in enumerate((1 / offer.max_running, (kept - cached) / offer.kv_tokens, 0.0)):
+            filled[which].append(later * min(1.0, part))  # of steps
+        filled[2][-1] = later * min(1.0, sequence / max(1e-12, tpot - timing.step))
+
+    def easiest(values: list[float]) -> float:
+        return sum(values if count == len(values) else heapq.nsmallest(count, values))
+
+    computing, reading = easiest(tokens), timing.step * max(map(easiest, filled))
+    return Work(computing + easiest(contexts), reading + easiest(each), min(computing, reading))
 
 
-def alone(trace: Trace, family: Family, ttft: float | None, tpot: float | None) -> float:
-    """Share of the requests that keep to both, in seconds, with all workers to themselves and all prefixes cached."""
+def alone(trace: Trace, family: Family, objectives: Objectives) -> float:
+    """Share of the requests that keep to TTFT and TPOT with all workers to themselves and all prefixes cached."""
     first, timing = family.prefill or family.offer, family.offer.timing
     good = 0
     for demand, cached in zip(trace.demands, trace.endless_cached, strict=True):
         seconds = first.timing.prompt(cached, demand.prompt_tokens, first.max_batched_tokens)
         token = timing.step + timing.sequence + timing.kept_token * demand.prompt_tokens
-        in_time = ttft is None or first.timing.request + seconds <= ttft
-        good += in_time and (tpot is None or demand.output_tokens == 1 or token <= tpot)
+        in_time = first.timing.request + seconds <= objectives.ttft
+        good += in_time and (demand.output_tokens == 1 or token <= objectives.tpot)
     return good / len(trace.demands)
 
 
-def _span(trace: Trace, step: float) -> float:
-    """Seconds from the first request to the last at the earliest: later questions wait for answers and for thinking."""
+def _span(trace: Trace, answered: Callable[[int], float]) -> float:
+    """Seconds from the first request to the last: later questions wait for answers, which take what `answered` says for
+    their tokens, and for thinking.
+    """
     comes: list[float] = []
     for demand, due in zip(trace.demands, trace.times.tolist(), strict=True):
         if demand.follows is not None:
-            answer = trace.demands[demand.follows].output_tokens * step
+            answer = answered(trace.demands[demand.follows].output_tokens)
             due = max(due, comes[demand.follows] + answer + demand.think)
         comes.append(due)
     return max(comes) - min(comes)
 
 
 def least(family: Family, work: Work) -> Deployment:
-    """The fewest workers that could do the work."""
+    """The fewest workers that do so much work."""
     if family.prefill is None:
-        return family.of(0, max(1, math.ceil(work.prefill + work.decode)))
-    return family.of(max(1, math.ceil(work.prefill)), max(1, math.ceil(work.decode)))
+        return family.of(0, _whole(work.together))
+    return family.of(_whole(work.prefill), _whole(work.decode))
 
 
 def splits(family: Family, work: Work, workers: int) -> list[Deployment]:
@@ -125,53 +198,72 @@ def splits(family: Family, work: Work, workers: int) -> list[Deployment]:
         return [family.of(0, workers)]
     share = work.prefill / (work.prefill + work.decode)
     near = {math.floor(share * workers), math.ceil(share * workers), round(share * workers) + 1}
-    return [family.of(count, workers - count) for count in sorted(near) if 0 < count < workers]
+    counts = {min(max(1, count), workers - 1) for count in near} if workers > 1 else set()
+    return [family.of(count, workers - count) for count in sorted(counts)]
 
 
 def cheapest(
-    works: Iterable[tuple[Family, Work]], most: int, gpus: int | None, holds: Callable[[Deployment], bool]
+    works: Iterable[tuple[Family, Work, Deployment]],
+    most: int,
+    gpus: int | None,
+    holds: Callable[[Deployment], bool],
 ) -> Deployment | None:
     """Of up to `most` workers and so many GPUs the deployment that `holds` for the least cost. None: none does.
 
-    Families come in the order of what they cost at least, and nothing is tried that costs as much as what was found.
-    In each the number of workers is bisected, so more workers are taken to do no harm.
+    Of each family come its work, and the fewest workers that might do. Families come in the order of what these cost,
+    and nothing is tried that costs as much as what was found. In each the number of workers is bisected, so more
+    workers are taken to do no harm.
     """
     best: Deployment | None = None
 
     def below(bound: float) -> Callable[[Deployment], bool]:
         return lambda one: (gpus is None or one.gpus <= gpus) and one.cost < bound
 
-    for family, work in sorted(works, key=lambda each: least(*each).cost):
+    for family, work, least_of_all in sorted(works, key=lambda each: each[2].cost):
         allowed = below(math.inf if best is None else best.cost)
-        held = _smallest(family, work, most, allowed, holds)
-        best = min(held, key=lambda one: one.cost, default=best)
+        held = _smallest(family, work, least_of_all.workers, most, allowed, holds)
+        while held:
+            best = min(held, key=lambda one: one.cost)
+            # Where one side's workers are the dearer ones, more workers may cost less.
+            held = _tried(family, work, range(best.workers + 1, most + 1), below(best.cost), holds)
     return best
+
+
+def _tried(
+    family: Family,
+    work: Work,
+    counts: Iterable[int],
+    allowed: Callable[[Deployment], bool],
+    holds: Callable[[Deployment], bool],
+) -> list[Deployment]:
+    """Of the first number of workers for which something holds that is allowed, all that does."""
+    for count in counts:
+        if held := [one for one in splits(family, work, count) if allowed(one) and holds(one)]:
+            return held
+    return []
 
 
 def _smallest(
     family: Family,
     work: Work,
+    least_of_all: int,
     most: int,
     allowed: Callable[[Deployment], bool],
     holds: Callable[[Deployment], bool],
 ) -> list[Deployment]:
-    """Those of the fewest workers that are allowed and hold."""
-
-    def tried(workers: int) -> list[Deployment]:
-        return [one for one in splits(family, work, workers) if allowed(one) and holds(one)]
-
-    fewest = least(family, work).workers
-    counts = [count for count in range(fewest, most + 1) if any(map(allowed, splits(family, work, count)))]
+    """Those of the fewest workers that are allowed and hold. Looks first where the work says, then above or below."""
+    counts = [count for count in range(least_of_all, most + 1) if any(map(allowed, splits(family, work, count)))]
     if not counts:
         return []
-    below, count, most = fewest - 1, counts[0], counts[-1]
-    while not (found := tried(count)):
+    below, most = least_of_all - 1, counts[-1]
+    count = next((each for each in counts if each >= least(family, work).workers), most)
+    while not (found := _tried(family, work, [count], allowed, holds)):
         if count >= most:
             return []
         below, count = count, min(most, max(count + 1, round(_GROWTH * count)))
     while count - below > 1:
         middle = (below + count) // 2
-        fewer = tried(middle)
+        fewer = _tried(family, work, [middle], allowed, holds)
         below, count, found = (below, middle, fewer) if fewer else (middle, count, found)
     return found
 
@@ -212,7 +304,8 @@ def most_goodput(
     """Requests a second for each cost, the best first, of deployments at all rates that `holds` is asked for.
 
     Each is bisected between 0 and its `capacity`, in requests a second, until that is known to `precision`, a share of
-    the capacity. Who could not be better than the best even at capacity is left out, unless `all_of_them` are wanted.
+    it; less than a thousandth of the capacity is 0. Who could not be better than the best even at capacity is left out,
+    unless `all_of_them` are wanted.
     """
     found: list[Goodput] = []
     best = 0.0
@@ -220,8 +313,8 @@ def most_goodput(
         low, high = 0.0, capacity(deployment)
         if high / deployment.cost <= best and not all_of_them:
             continue
-        precise = precision * high  # of the capacity, so that it ends, too, where no rate holds
-        while high - low > precise:
+        none = _SMALLEST * high  # so that it ends, too, where no rate holds
+        while high - low > precision * high and high > none:
             middle = (low + high) / 2
             low, high = (middle, high) if holds(deployment, middle) else (low, middle)
             if high / deployment.cost <= best and not all_of_them:

@@ -87,8 +87,10 @@ def require_policy(policy: str, tiers: Mapping[str, str | None]) -> None:
 
 def require_room(trace: Trace, settings: Settings) -> None:
     """Raises BenchError where workers of some role have no room for the longest request, which would wait for ever."""
-    most = max(demand.prompt_tokens + demand.output_tokens for demand in trace.demands)
-    for offer in (settings.offer("decode"), settings.offer("prefill")):
+    whole = max(demand.prompt_tokens + demand.output_tokens for demand in trace.demands)
+    # Who only prefills has the prompt alone, until a failure: then what is known of the answer is computed, too.
+    prompt = whole if settings.failures else max(demand.prompt_tokens for demand in trace.demands)
+    for most, offer in ((whole, settings.offer("decode")), (prompt, settings.offer("prefill"))):
         if most + 2 * offer.max_running >= offer.kv_tokens:
             raise BenchError(
                 f"a request has {most} tokens, too many for workers that hold {offer.kv_tokens}: more than "

@@ -1,5 +1,6 @@
 """Deployments tried by short simulations, and what each came to."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from bench.measure.slo import Slo
 from bench.replay.simulated import require_room, simulated
 from planner.simulator.demand import Trace
 from planner.simulator.settings import Settings
-from planner.sizing import Deployment, Family, Work, alone, work_of
+from planner.sizing import Deployment, Family, Objectives, Work, alone, fewest, work_of
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +49,17 @@ class Trials:
         self._trace, self._config, self._settings = trace, config, settings
         self._slo, self._wanted, self._console, self._policy = slo, wanted, console, policy
         limits = {limit.name: limit.ms / 1e3 for limit in slo.limits}
-        self._ttft, self._tpot = limits.get("ttft"), limits.get("tpot")
-        self._works: dict[Family, Work] = {}
+        within = {name: limits.get(name, math.inf) for name in ("ttft", "tpot", "e2e")}
+        self._objectives = Objectives(**within, share=wanted)
+        self._endless: dict[Family, Work] = {}  # of a load that goes on for ever
 
     def work(self, family: Family) -> Work:
         """The least, at the load's own rate."""
-        if family not in self._works:
-            self._works[family] = work_of(self._trace, family, self._tpot)
-        return self._works[family]
+        return work_of(self._trace, family, self._objectives)
+
+    def fewest(self, family: Family) -> Deployment:
+        """With fewer workers too many requests would be late, at the load's own rate."""
+        return fewest(self._trace, family, self._objectives)
 
     def has_room(self, family: Family) -> bool:
         """Whether caches of both roles hold the longest request."""
@@ -67,19 +71,33 @@ class Trials:
 
     def can(self, family: Family) -> bool:
         """Whether there is room for each request, and enough would be in time if each were alone."""
-        return self.has_room(family) and alone(self._trace, family, self._ttft, self._tpot) >= self._wanted
+        return self.has_room(family) and alone(self._trace, family, self._objectives) >= self._wanted
 
     def capacity(self, deployment: Deployment) -> float:
-        """Requests a second that it could do at most."""
-        work = self.work(deployment.family)
-        if deployment.family.prefill is None:
-            return self._trace.own_rate * deployment.others / (work.prefill + work.decode)
-        sides = deployment.prefill / work.prefill, deployment.others / work.decode
+        """Requests a second that it could do at most, of a load that goes on for ever."""
+        family = deployment.family
+        if family not in self._endless:
+            self._endless[family] = work_of(self._trace, family, Objectives(tpot=self._objectives.tpot))
+        work = self._endless[family]
+        if family.prefill is None:
+            return self._trace.own_rate * deployment.others / work.together
+        # Answers of one token are no work for who decodes.
+        sides = deployment.prefill / work.prefill, deployment.others / max(1e-9, work.decode)
         return self._trace.own_rate * min(sides)
 
     def holds(self, deployment: Deployment, rate: float | None = None) -> bool:
         """Whether it keeps to the objectives, at the load's own rate or another one."""
         return self.run(deployment, rate).attainment >= self._wanted
+
+    def best(self, most: int, gpus: int | None) -> Deployment | None:
+        """Of those tried at the load's own rate the cheapest that holds, of up to `most` workers and so many GPUs."""
+        held = [
+            (trial.cost, -trial.attainment, deployment)
+            for (deployment, rate), trial in self.tried.items()
+            if rate == self._trace.own_rate and trial.attainment >= self._wanted
+        ]
+        held = [each for each in held if each[2].workers <= most and (gpus is None or each[2].gpus <= gpus)]
+        return min(held, key=lambda each: each[:2])[2] if held else None
 
     def run(self, deployment: Deployment, rate: float | None = None) -> Trial:
         """Simulated once."""

@@ -35,7 +35,7 @@ def test_the_search_for_goodput_ends_where_no_rate_holds() -> None:
         return False
 
     (found,) = most_goodput([deployment], lambda _: 8.0, never, precision=0.02)
-    assert found.rate == 0.0 and min(asked) > 0.02 * 8 / 2
+    assert found.rate == 0.0 and min(asked) > 0.001 * 8 / 2
 
 
 def test_steps_that_take_no_time_are_no_division_by_zero() -> None:
