@@ -95,8 +95,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def cluster(flags: list[str], share: float | None = None) -> Iterator[str]:
-    """The URL of a cluster, until the end of the block, each worker with a `share` of a core. Raises BenchError."""
+def cluster(flags: list[str], share: float | None = None) -> Iterator[tuple[str, str]]:
+    """URL and admin URL of a cluster, until the end of the block, each worker with a `share` of a core.
+
+    Raises BenchError.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -114,18 +117,19 @@ def cluster(flags: list[str], share: float | None = None) -> Iterator[str]:
             raise BenchError(f"the cluster did not start; run `tandem up {' '.join(flags)}` to see why")
         threading.Thread(target=process.stdout.read, daemon=True).start()
         with core_shares(ready["pids"], share):
-            yield str(ready["url"])
+            yield str(ready["url"]), str(ready["admin"])
     finally:
         late.cancel()
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
 
 
-def profiled(url: str, options: argparse.Namespace) -> Profile:
+def profiled(url: str, admin: str, options: argparse.Namespace) -> Profile:
     """Step times of the cluster there. Raises BenchError."""
     path = options.json.with_suffix(".profile.json")
     command = [sys.executable, "-m", "services.cli", "profile", "--url", url, "--json", str(path), "--quiet"]
-    command += ["--prompts", options.prompts, "--batches", options.batches, "--contexts", options.contexts]
+    command += ["--admin", admin, "--prompts", options.prompts]
+    command += ["--batches", options.batches, "--contexts", options.contexts]
     command += ["--tokenizer", options.tokenizer] if options.tokenizer else []
     if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
         raise BenchError("the cluster could not be profiled, see above")
@@ -141,10 +145,10 @@ def measure(options: argparse.Namespace) -> None:
     few = ["--aggregated", "1"] if aggregated else ["--prefill", "1", "--decode", "1"]
     found = None if options.timing is None else msgspec.json.decode(options.timing.read_bytes(), type=Profile)
     if found is None and few != many:
-        with cluster([*few, *options.up], options.core_share) as url:
-            found = profiled(url, options)
-    with cluster([*many, *options.up], options.core_share) as url:
-        found = found or profiled(url, options)
+        with cluster([*few, *options.up], options.core_share) as (url, admin):
+            found = profiled(url, admin, options)
+    with cluster([*many, *options.up], options.core_share) as (url, admin):
+        found = found or profiled(url, admin, options)
         timing = msgspec.structs.replace(found.timing, reserve_waits=options.engine == "cpu")
         live = Live(
             name=f"{aggregated} aggregated" if aggregated else f"{prefill}P{decode}D",

@@ -93,6 +93,7 @@ class Performance:
         timing, chunk = offer.timing, offer.max_batched_tokens
         self._prompts = np.maximum(1.0, load.prompt_tokens * (1 - load.cached_share) * _QUANTILES)
         behind = load.prompt_tokens * load.cached_share
+        self._arrivals = np.array([timing.arrival(tokens) for tokens in behind + self._prompts])  # [prompts], seconds
         self._prompt_seconds = ratios.prompt * np.array(_seconds(timing, chunk, behind, tuple(self._prompts.tolist())))
         self._step = ratios.token * timing.step
         self._each = ratios.token * (timing.sequence + timing.kept_token * load.context)
@@ -100,7 +101,7 @@ class Performance:
 
     def prefill(self) -> Shares:
         """First tokens in time, by the number of workers that only prefill."""
-        return self._first_tokens(self._prompt_seconds[None, :], self._offer.timing.request + np.zeros((1, 1)))
+        return self._first_tokens(self._prompt_seconds[None, :], self._arrivals[None, :])
 
     def decode(self) -> tuple[Shares, Shares]:
         """Answers with room at once, and tokens in time, by the number of workers that only decode."""
@@ -118,13 +119,13 @@ class Performance:
         steps = np.ceil(self._prompts / offer.max_batched_tokens)
         busy = np.minimum(_FULL, load.rate * self._prompt_seconds.mean() / self._counts)  # of a worker, with prompts
         # Beside prompts' steps, which give each answer a token too, fewer steps of answers alone have time.
-        mixed_rate = np.minimum(load.rate / self._counts * steps.mean(), 1 / max(1e-9, self._step))
+        mixed_rate = np.minimum(load.rate / self._counts * steps.mean(), 1 / self._step)
         mixed_seconds = self._prompt_seconds.mean() / steps.mean()
         stretched = self._step * (1 - busy) + mixed_seconds * busy
         running, served = self._running(np.minimum(self._step / (1 - busy), stretched / (1 - busy)), self._each)
         decodes = self._each * running[:, None]
         seconds = self._prompt_seconds[None, :] + steps[None, :] * decodes
-        first = self._first_tokens(seconds, offer.timing.request + self._step / 2 + decodes / 2)
+        first = self._first_tokens(seconds, self._arrivals[None, :] + self._step / 2 + decodes / 2)
         alone = self._step + self._each * running
         outputs = np.maximum(2.0, load.output_tokens * _QUANTILES)[None, :]
         # Prompts' steps while an answer of so many tokens goes on, a Poisson's number, each longer by so much.
@@ -150,10 +151,10 @@ class Performance:
     def _running(self, step: NDArray[np.float64] | float, each: float) -> tuple[NDArray[np.float64], Shares]:
         """Sequences on a worker, and the share of the load for which there is room, by number of workers."""
         tokens = self._load.rate * self._load.output_tokens / self._counts  # a second, of a worker
-        most = self._together / np.maximum(1e-9, step + self._together * each)
+        most = self._together / (step + self._together * each)
         served = np.minimum(1.0, _FULL * most / np.maximum(tokens, 1e-12))
         tokens = tokens * served
-        return np.minimum(self._together, tokens * step / np.maximum(1 - tokens * each, 1e-9)), served
+        return np.minimum(self._together, tokens * step / (1 - tokens * each)), served
 
     def _tokens_in_time(
         self, running: NDArray[np.float64], seconds: NDArray[np.float64] | float, spread: NDArray[np.float64] | float

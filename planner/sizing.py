@@ -167,7 +167,7 @@ def alone(trace: Trace, family: Family, objectives: Objectives) -> float:
     for demand, cached in zip(trace.demands, trace.endless_cached, strict=True):
         seconds = first.timing.prompt(cached, demand.prompt_tokens, first.max_batched_tokens)
         token = timing.step + timing.sequence + timing.kept_token * demand.prompt_tokens
-        in_time = first.timing.request + seconds <= objectives.ttft
+        in_time = first.timing.arrival(demand.prompt_tokens) + seconds <= objectives.ttft
         good += in_time and (demand.output_tokens == 1 or token <= objectives.tpot)
     return good / len(trace.demands)
 

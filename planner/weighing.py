@@ -158,7 +158,7 @@ def choose(
     found: list[tuple[bool, Option, Family, Weighed]] = []
     current = None
     for offer in offers:
-        most = max(1, gpus // max(1, offer.gpus))
+        most = max(1, gpus // offer.gpus)
         weighed = Weighed(offer, load, ttft, tpot, max(most, sum(have)), corrections)
         if offer is present:
             current = msgspec.structs.replace(weighed.option(*have), note="as it is")

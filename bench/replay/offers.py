@@ -5,8 +5,7 @@ from pathlib import Path
 import msgspec
 
 from bench.errors import BenchError
-from bench.replay.simulated import settings_of
-from planner.fitting import Profile
+from bench.replay.simulated import profile_of
 from planner.offer import Offer
 from planner.simulator.settings import Settings
 
@@ -67,15 +66,12 @@ def offers_of(
 
 
 def _measured(settings: Settings, kv_tokens: int | None, path: Path) -> Offer:
-    timing = settings_of(1, 0, 1, None, path, 0).timing  # with its checks
-    profile = msgspec.json.decode(path.read_bytes(), type=Profile)
-    if profile.gpus < 1 or (profile.kv_tokens is not None and profile.kv_tokens < 1):
-        raise BenchError(f'{path}: "gpus" and "kv_tokens" must be at least 1')
+    profile = profile_of(path)
     return msgspec.structs.replace(
         settings.offer("aggregated"),
         gpu=profile.gpu,
         gpus=profile.gpus,
-        timing=timing,
+        timing=profile.timing,
         kv_tokens=kv_tokens or profile.kv_tokens or settings.kv_tokens,
     )
 

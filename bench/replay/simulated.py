@@ -49,13 +49,7 @@ def settings_of(
     if kv_tokens is not None:
         settings = replace(settings, kv_tokens=kv_tokens)
     if timing is not None:
-        try:
-            settings = replace(settings, timing=msgspec.json.decode(timing.read_bytes(), type=Profile).timing)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise BenchError(f"{timing} says no timing: {error}") from error
-        told = msgspec.structs.asdict(settings.timing)
-        if odd := [name for name, value in told.items() if value < 0 or (name == "link_bytes" and not value)]:
-            raise BenchError(f"{timing}: {odd[0]} {told[odd[0]]:g} is no time or amount that there can be")
+        settings = replace(settings, timing=profile_of(timing).timing)
     tokens = {flag: _tokens(flag, text, settings.timing) for flag, text in tiers.items() if text is not None}
     if not tokens:
         return settings
@@ -63,6 +57,14 @@ def settings_of(
         raise BenchError(f"{next(iter(tokens))}: what lies there passes through host memory: give {HOST_FLAG}, too")
     kv = KvSettings(tokens[HOST_FLAG], tokens.get(DISK_FLAG, 0), tokens.get(REDIS_FLAG, 0))
     return replace(settings, kv=kv)
+
+
+def profile_of(path: Path) -> Profile:
+    """Of a file of --timing. Raises BenchError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Profile)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise BenchError(f"{path} says no timing: {error}") from error
 
 
 def _tokens(flag: str, text: str, timing: Timing) -> int:
@@ -77,13 +79,8 @@ def _tokens(flag: str, text: str, timing: Timing) -> int:
     return int(tokens)
 
 
-def require_policy(policy: str, tiers: Mapping[str, str | None], piloting: Piloting = NO_PLANNER) -> None:
-    """Raises BenchError for one that there is not, and for the oracle where there is what it does not know."""
-    if policy == ORACLE and (piloting.mode == "act" or piloting.failures):
-        flag = "--planner act" if piloting.mode == "act" else "--failures"
-        raise BenchError(
-            f"the oracle knows the workers of the beginning alone: leave {flag} out, or take another --policy"
-        )
+def require_policy(policy: str, tiers: Mapping[str, str | None]) -> None:
+    """Raises BenchError for one that there is not, or that knows no tiers."""
     if policy == ORACLE and (flags := [flag for flag, text in tiers.items() if text is not None]):
         raise BenchError(f"the oracle sees workers' caches alone: leave {flags[0]} out, or take another --policy")
     if policy not in (*POLICIES, ORACLE):
@@ -129,13 +126,13 @@ def simulated(
     records += refused(cluster, trace.times.tolist(), config.warmup)
     records.sort(key=lambda record: record.id)
     result = RunResult(
-        started_at=began, wall_seconds=cluster.ended_at, records=records, lag=LagSamples(), planned=len(records)
+        started_at=began, wall_seconds=cluster.clock.now, records=records, lag=LagSamples(), planned=len(records)
     )
     summary = summarise(config, result, slo)
     if settings.kv.host_tokens:
         summary.tokens.cached_by = _cached_by(cluster.flights[config.warmup :])
     if autopilot is not None:
-        summary.planner = told(autopilot, cluster, piloting.mode)
+        summary.planner = told(autopilot, cluster)
     return Run(label=label, config=config, result=result, summary=summary)
 
 

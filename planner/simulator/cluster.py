@@ -27,7 +27,8 @@ from planner.simulator.members import Members
 from planner.simulator.oracle import Oracle
 from planner.simulator.replica import Chooser, Placement, Replica, replica_name
 from planner.simulator.settings import Settings
-from planner.simulator.worker import MockWorker, Told
+from planner.simulator.streams import Streams
+from planner.simulator.worker import MockWorker, Told, untold
 from planner.window import Role
 from router.fit import Measured
 
@@ -89,8 +90,7 @@ class Flight:
 class Cluster:
     """One replay. `policy` is a router's, or ORACLE.
 
-    Raises ValueError where the trace has blocks of another size than the settings, or nobody can count such blocks, and
-    where the oracle is to know workers that come or fail.
+    Raises ValueError where the trace has blocks of another size than the settings, or nobody can count such blocks.
     """
 
     def __init__(self, trace: Trace, rate: float, policy: str, settings: Settings) -> None:
@@ -98,8 +98,6 @@ class Cluster:
             raise ValueError(f"{trace.name}: its blocks are of another size than {settings.block_size} tokens")
         if settings.block_size != BLOCK_SIZE and (settings.kv.host_tokens or policy == ORACLE):
             raise ValueError(f"tiers and the oracle count in blocks of {BLOCK_SIZE} tokens")
-        if policy == ORACLE and (settings.slots or settings.failures):
-            raise ValueError("the oracle knows the workers of the beginning alone: none can come, leave or fail")
         self.clock = Clock()
         self.settings = settings
         self.flights: list[Flight] = []
@@ -110,7 +108,11 @@ class Cluster:
         self._starts = trace.starts(rate).tolist()
         self._rng = random.Random(settings.seed)
         roles = _roles(settings)
-        told = Told(self._events, self._reserved, self._first_token, self._job_ended)
+        self._streams: Streams | None = None
+        if settings.control is None and (settings.timing.gateway_token or settings.timing.gateway_request):
+            self._streams = Streams(settings.timing, settings.gateways, self.clock)
+        steps = self._streams.steps if self._streams is not None else untold
+        told = Told(self._events, self._reserved, self._first_token, self._job_ended, steps)
 
         def make(number: int, role: Role) -> MockWorker:
             return MockWorker(number, role, settings, self.clock, told)
@@ -137,8 +139,7 @@ class Cluster:
         self.members = Members(roles, settings, self.clock, self.workers, self.replicas, make)
         self.shed = 0.0  # share of the requests that is refused
         self.refused: list[int] = []
-        self.ended_at = 0.0  # when the last request was over; some things go on behind it
-        self.on_come: Callable[[Demand], None] = lambda demand: None
+        self.came = 0
         self.on_end: Callable[[Flight], None] = lambda flight: None
         self._line = deque[tuple[int, float, Flight | None]]()  # requests that nobody has room for
         self._flying: dict[int, Flight] = {}  # placed and not ended
@@ -172,7 +173,7 @@ class Cluster:
 
     @property
     def done(self) -> bool:
-        """All requests are over."""
+        """Nothing more will happen."""
         return self.ended >= len(self._starts)
 
     @property
@@ -192,12 +193,15 @@ class Cluster:
             self._followers[follows].append(number)
 
     def _come(self, number: int) -> None:
-        self.on_come(self._trace.demands[number])
+        self.came += 1
         if self.shed and self._rng.random() < self.shed:
             self.refused.append(number)
             self._over(number)
         elif self.plane is not None:
             self.plane.ask(number, partial(self._line_up, number, self.clock.now, None))
+        elif self._streams is not None:
+            read = self._streams.read(number, self._trace.demands[number].prompt_tokens)
+            self.clock.at(read, self._line_up, number, self.clock.now, None)
         else:
             self._line_up(number, self.clock.now, None)
 
@@ -241,8 +245,12 @@ class Cluster:
             flight.known, flight.first_at = before.produced, before.first_at
             self.flights[self.flights.index(before)] = flight
         self.members.takes(number, placement.decode, placement.prefill)
-        request = self.workers[placement.computing].offer.timing.request
-        self.clock.after(self.settings.hop + request, self._at_decode_worker, flight)
+        arrival = self.workers[placement.computing].offer.timing.arrival(asked.prompt_tokens)
+        goes = self.clock.now
+        if self._streams is not None:  # what it has had of the gateway's time is no more to come
+            goes = self._streams.free_at(number)
+            arrival = max(0.0, arrival - self._streams.service(asked.prompt_tokens))
+        self.clock.at(goes + (self.settings.hop + arrival), self._at_decode_worker, flight)
 
     def _at_decode_worker(self, flight: Flight) -> None:
         if flight.lost:
@@ -271,7 +279,7 @@ class Cluster:
     def _first_token(self, job: Job) -> None:
         flight = self._flight_of[job]
         if not flight.known:
-            told = self.clock.now
+            told = self.clock.now if self._streams is None else self._streams.token(flight.number)
             if self.plane is not None:
                 told = self.plane.first_token(flight.number, flight.demand.output_tokens)
             flight.first_at = told + self.settings.hop
@@ -292,7 +300,7 @@ class Cluster:
 
     def _job_ended(self, job: Job) -> None:
         flight = self._flight_of[job]
-        told = self.clock.now
+        told = self.clock.now if self._streams is None else self._streams.free_at(flight.number)
         if self.plane is not None:
             gaps = max(1, flight.demand.output_tokens - 1)
             told = self.plane.last_token(flight.number, (told - flight.first_at) / gaps)
@@ -317,9 +325,6 @@ class Cluster:
         self._done.add(number)
         for follower in self._followers.pop(number, ()):
             self.clock.after(self._trace.demands[follower].think, self._come, follower)
-        if self.done:
-            self.ended_at = self.clock.now
-            self.members.stop_counting()
         self._progress()
 
     # Failures

@@ -30,6 +30,9 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: float = 4.74e-6  # that decodes
     kept_token: float = 39.1e-9  # of KV of sequences that decode
     request: float = 0.0  # of each prompt, before its first step: what a machine takes beyond steps and hops
+    request_token: float = 0.0  # likewise of its tokens, which the gateway tokenises and hashes: no worker's time
+    gateway_request: float = 0.0  # for each request, in which its gateway does nothing else; `request_token` besides
+    gateway_token: float = 0.0  # likewise for each token of an answer
     token_bytes: float = 131_072  # of KV of a token
     link_bytes: float = 100e9  # a second, between two workers
     link_latency: float = 5e-3  # from the last byte sent until it is committed: what was exposed on two H200s
@@ -66,12 +69,13 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def prompt(self, start: int, end: int, chunk: int) -> float:
         """Tokens [start, end) of a prompt alone, in steps of `chunk`."""
-        seconds = 0.0
-        while start < end:
-            count = min(chunk, end - start)
-            seconds += self.mixed(count, count * (start + count / 2), 0, 0.0)
-            start += count
-        return seconds
+        full, rest = divmod(max(0, end - start), chunk)
+        seconds = full * self.mixed(chunk, 0.0, 0, 0.0) + (self.mixed(rest, 0.0, 0, 0.0) if rest else 0.0)
+        return seconds + self.prompt_token_context * max(0, end * end - start * start) / 2
+
+    def arrival(self, tokens: int) -> float:
+        """From a client to the worker that computes the prompt, beyond hops, with nobody else on the way."""
+        return self.request + self.request_token * tokens
 
     def transfer(self, tokens: int) -> float:
         """So many tokens' KV from one worker to another."""

@@ -39,6 +39,10 @@ class Pool(BlockPool):
         return [block_hash for block_hash in found if block_hash is not None]
 
 
+def untold(worker: "MockWorker", began: float, seconds: float, number: int) -> None:
+    """Nobody wants to know of steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """Whom a worker tells what."""
@@ -47,6 +51,7 @@ class Told:
     reserved: Callable[[Job], None]  # there is room for KV from elsewhere
     first_token: Callable[[Job], None]
     ended: Callable[[Job], None]
+    steps: Callable[["MockWorker", float, float, int], None] = untold  # began then, last so long, and are so many
 
 
 class MockWorker:
@@ -231,6 +236,7 @@ class MockWorker:
 
     def _end_at(self, began: float, seconds: float, steps: int, chunks: dict[Job, int]) -> None:
         self._turn += 1
+        self._told.steps(self, began, seconds, steps)
         self._clock.at(began + seconds, self._ended, self._turn, seconds, steps, chunks)
 
     def _ended(self, turn: int, seconds: float, steps: int, chunks: dict[Job, int]) -> None:

@@ -44,6 +44,12 @@ class GatewayMetrics:
         )
         running = Gauge("tandem_requests_running", "Generation requests under way", registry=registry)
         running.set_function(lambda: self.num_running)
+        busy = Gauge(
+            "tandem_gateway_loop_seconds",
+            "CPU of the thread that reads requests and streams answers",
+            registry=registry,
+        )
+        busy.set_function(time.thread_time)  # asked on that thread
         # By model, as follows: an alias counts as what it stands for.
         self.choices = Counter(
             "tandem_choices", "Choices of accepted requests (prompts x n)", ["model"], registry=registry

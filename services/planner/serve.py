@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 import os
 import socket
 import time
@@ -373,14 +372,6 @@ def _settings(config: PlannerConfig) -> ControlSettings:
             raise ConfigError(
                 f"planner_profile: {config.planner_profile} is none of `tandem profile`: {error}"
             ) from None
-        told = msgspec.structs.asdict(profile.timing)
-        told |= {"gpus": profile.gpus, "kv_tokens": 1 if profile.kv_tokens is None else profile.kv_tokens}
-        some = ("link_bytes", "step", "gpus", "kv_tokens")  # by which something is divided
-        if odd := [
-            key for key, value in told.items() if not math.isfinite(value) or value < 0 or (key in some and not value)
-        ]:
-            odd_one = f"{odd[0]} {told[odd[0]]:g}"
-            raise ConfigError(f"planner_profile: {config.planner_profile}: {odd_one} is no number that there can be")
         offer = Offer(timing=profile.timing, gpu=profile.gpu, gpus=profile.gpus)
         if profile.kv_tokens is not None:
             offer = msgspec.structs.replace(offer, kv_tokens=profile.kv_tokens)

@@ -29,6 +29,9 @@ def test_measured_times_of_several_degrees(tmp_path: Path) -> None:
     assert found[0].kv_tokens == 66144
     with pytest.raises(BenchError, match="as many GPUs of one name"):
         offers_of(None, [], "", [], [one, one], [])
+    two.write_text(json.dumps({"timing": {}, "gpus": 0}))
+    with pytest.raises(BenchError, match="gpus 0 is no number that there can be"):
+        offers_of(None, [], "", [], [one, two], [])
 
 
 @pytest.mark.parametrize(

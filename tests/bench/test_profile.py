@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+import bench.profile
 from bench.errors import BenchError
 from bench.measure.record import Record
-from bench.profile import answers_together, card_of
+from bench.profile import answers_together, back_to_back, card_of, gateway_seconds
 from bench.scripted_server import Script, ScriptedAnswer, start_server
 from engine.weights.resolve import resolve
-from planner.fitting import HOPS
+from planner.fitting import HOPS, PromptTime
 from planner.simulator.timing import Timing
 
 TTFT, GAP = 0.2, 0.03
@@ -32,10 +33,11 @@ def test_a_profile_is_never_quicker_than_the_server_and_a_simulation_reads_it(tm
     found = json.loads((tmp_path / "profile.json").read_text())
     assert min(prompt["seconds"] for prompt in found["prompts"]) >= TTFT
     assert min(answer["seconds"] for answer in found["answers"]) >= GAP * 0.99
+    assert [one["tokens"] for one in found["back_to_back"]] == [16, 32] and len(found["back_to_back_ratios"]) == 2
     timing = found["timing"]
     for prompt, ratio in zip(found["prompts"], found["prompt_ratios"], strict=True):
         tokens = prompt["tokens"]
-        told = HOPS + timing["request"] + Timing(**timing).mixed(tokens, tokens**2 / 2, 0, 0.0)
+        told = HOPS + Timing(**timing).arrival(tokens) + Timing(**timing).mixed(tokens, tokens**2 / 2, 0, 0.0)
         assert told == pytest.approx(ratio * prompt["seconds"], rel=1e-3)
     load = ("--workers", "1", "--rate", "0.5", "--num-requests", "5", "--input-len", "8", "--output-len", "20")
     done = tandem("simulate", "--timing", str(tmp_path / "profile.json"), *load, "--json", str(tmp_path / "s.json"))
@@ -72,6 +74,32 @@ def test_a_profile_says_of_which_card_it_is() -> None:
         card_of({"members": [*pair, worker("decode-1", "", 1, 10)]}, "m")
     with pytest.raises(BenchError, match="no worker of m"):
         card_of({"members": [gateway, other]}, "m")
+
+
+def test_gateways_tell_how_long_they_were_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gateway(name: str) -> str:
+        return f'tandem_member_up{{role="gateway",worker="{name}"}} 1.0\n'
+
+    def busy(name: str, seconds: float) -> str:
+        return f'tandem_gateway_loop_seconds{{role="gateway",worker="{name}"}} {seconds}\n'
+
+    def told(text: str) -> float | None:
+        monkeypatch.setattr(bench.profile, "_read", lambda *_: text.encode())
+        return gateway_seconds("http://admin", "")
+
+    both = 'tandem_member_up{role="decode",worker="d"} 1.0\n' + gateway("a") + gateway("b")
+    assert told(both + busy("a", 1.5) + busy("b", 2.25)) == 3.75
+    assert told(both + busy("a", 1.5)) is None, "one of an older version, or too busy to say"
+    assert told("") is None
+
+
+def test_prompts_back_to_back_take_what_is_left_of_the_first_ones_way() -> None:
+    # 0.3 s on its way and 0.1 s computed: the fourth is computed 0.3 s after the first.
+    records = [
+        Record(id=n, sent=5.0 + sent, chunks=[0.4 + 0.1 * n - sent]) for n, sent in enumerate((0.0, 0.0, 0.0, 0.45))
+    ]
+    found = back_to_back(records, PromptTime(64, 0.4))
+    assert found.tokens == 64 and found.seconds == pytest.approx(0.1)
 
 
 def test_answers_count_while_all_are_under_way_and_no_prompt_is() -> None:

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from planner.decision import Option
+from planner.fitting import LEAST_STEP, Profile
 from planner.offer import Offer
 from planner.performance import Load, Performance
 from planner.reconcile import reconcile
@@ -38,8 +39,9 @@ def test_the_search_for_goodput_ends_where_no_rate_holds() -> None:
     assert found.rate == 0.0 and min(asked) > 0.001 * 8 / 2
 
 
-def test_steps_that_take_no_time_are_no_division_by_zero() -> None:
-    offer = msgspec.structs.replace(Offer(), timing=Timing(step=0.0, sequence=0.0, kept_token=0.0))
+def test_the_shortest_steps_of_a_profile_are_no_division_by_zero() -> None:
+    timing = Profile(Timing(step=LEAST_STEP, prompt_token=0.0, sequence=0.0, kept_token=0.0)).timing
+    offer = msgspec.structs.replace(Offer(), timing=timing)
     performance = Performance(offer, Load(rate=1.0, prompt_tokens=100, output_tokens=10), 1.0, 0.05, 2)
     for shares in (performance.prefill(), *performance.decode(), *performance.aggregated()):
         assert ((shares >= 0) & (shares <= 1 + 1e-9)).all()
