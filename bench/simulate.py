@@ -96,11 +96,11 @@ def simulate(
     try:
         require_writable(options)
         tiers = {HOST_FLAG: kv_memory_host, DISK_FLAG: kv_disk, REDIS_FLAG: kv_redis}
-        require_policy(policy, tiers)
+        piloting = Piloting(planner, max_workers, interval, start, failures)
+        require_policy(policy, tiers, piloting)
         slo = parse_slo(options.slo) if options.slo else None
         config = open_loop(options, trace)
         settings = settings_of(workers, prefill, routers, kv_tokens, timing, config.seed, tiers)
-        piloting = Piloting(planner, max_workers, interval, start, failures)
 
         def run_of(config: "LoadConfig", label: str) -> Run:
             console = None if options.quiet else errors

@@ -60,11 +60,11 @@ class Piloting:
 NO_PLANNER = Piloting()
 
 
-def told(autopilot: Autopilot, cluster: Cluster) -> Planner:
+def told(autopilot: Autopilot, cluster: Cluster, mode: Mode) -> Planner:
     """What the planner did, for the summary."""
     acted = [action.kind for each in autopilot.decisions if each.mode == "act" for action in each.actions]
     return Planner(
-        mode=autopilot.decisions[0].mode if autopilot.decisions else "off",
+        mode=mode,
         decisions=len(autopilot.decisions),
         actions=len(acted),
         advised=sum(len(each.actions) for each in autopilot.decisions if each.mode == "advise"),

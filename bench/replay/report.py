@@ -24,7 +24,7 @@ def summarise(cluster: Cluster, *, ttft: float, tpot: float) -> dict[str, Any]:
     per_token[np.array([flight.demand.output_tokens for flight in flights]) < 2] = 0.0
     computing = [worker for worker in cluster.workers if worker.role != "decode"]
     decoding = [worker for worker in cluster.workers if worker.role != "prefill"]
-    seconds = cluster.clock.now
+    seconds = cluster.ended_at
     return {
         "requests": len(flights),
         "hit_rate": float(cached.sum() / prompt_tokens.sum()),

@@ -79,8 +79,13 @@ def _tokens(flag: str, text: str, timing: Timing) -> int:
     return int(tokens)
 
 
-def require_policy(policy: str, tiers: Mapping[str, str | None]) -> None:
-    """Raises BenchError for one that there is not, or that knows no tiers."""
+def require_policy(policy: str, tiers: Mapping[str, str | None], piloting: Piloting = NO_PLANNER) -> None:
+    """Raises BenchError for one that there is not, and for the oracle where there is what it does not know."""
+    if policy == ORACLE and (piloting.mode == "act" or piloting.failures):
+        flag = "--planner act" if piloting.mode == "act" else "--failures"
+        raise BenchError(
+            f"the oracle knows the workers of the beginning alone: leave {flag} out, or take another --policy"
+        )
     if policy == ORACLE and (flags := [flag for flag, text in tiers.items() if text is not None]):
         raise BenchError(f"the oracle sees workers' caches alone: leave {flags[0]} out, or take another --policy")
     if policy not in (*POLICIES, ORACLE):
@@ -126,13 +131,13 @@ def simulated(
     records += refused(cluster, trace.times.tolist(), config.warmup)
     records.sort(key=lambda record: record.id)
     result = RunResult(
-        started_at=began, wall_seconds=cluster.clock.now, records=records, lag=LagSamples(), planned=len(records)
+        started_at=began, wall_seconds=cluster.ended_at, records=records, lag=LagSamples(), planned=len(records)
     )
     summary = summarise(config, result, slo)
     if settings.kv.host_tokens:
         summary.tokens.cached_by = _cached_by(cluster.flights[config.warmup :])
     if autopilot is not None:
-        summary.planner = told(autopilot, cluster)
+        summary.planner = told(autopilot, cluster, piloting.mode)
     return Run(label=label, config=config, result=result, summary=summary)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from planner.decision import Decision
 from planner.simulator.cluster import Cluster, Flight
+from planner.simulator.demand import Demand
 from planner.window import NAN, Pools, Window
 
 
@@ -18,7 +19,9 @@ class Decides(Protocol):
 
 
 class Autopilot:
-    """Looks every `interval` seconds. `gpus`: the budget, one a worker. Objectives `ttft` and `tpot` in seconds."""
+    """Looks every `interval` seconds until all requests are over. `gpus`: the budget, one a worker. Objectives `ttft`
+    and `tpot` in seconds.
+    """
 
     def __init__(
         self, cluster: Cluster, planner: Decides, *, interval: float, gpus: int, ttft: float, tpot: float
@@ -26,8 +29,9 @@ class Autopilot:
         self.decisions: list[Decision] = []
         self._cluster, self._planner, self._interval, self._gpus = cluster, planner, interval, gpus
         self._ttft, self._tpot = ttft, tpot
-        self._came = 0  # requests of earlier windows
+        self._came: list[Demand] = []  # since the last look
         self._ended: list[Flight] = []
+        cluster.on_come = self._came.append
         cluster.on_end = self._ended.append
         cluster.clock.at(interval, self._look)
 
@@ -38,6 +42,8 @@ class Autopilot:
 
     def _look(self) -> None:
         cluster, now = self._cluster, self._cluster.clock.now
+        if cluster.done:
+            return
         window = self._window()
         pools = Pools(workers=tuple(cluster.members.there()), gpus=self._gpus)
         decision = self._planner.decide(window, pools, now)
@@ -54,13 +60,10 @@ class Autopilot:
                 case "flip":
                     assert action.role is not None
                     cluster.members.flip(int(action.worker), action.role)
-        if not cluster.done:
-            cluster.clock.after(self._interval, self._look)
+        cluster.clock.after(self._interval, self._look)
 
     def _window(self) -> Window:
-        cluster, ended = self._cluster, self._ended
-        came = cluster.demands[self._came : cluster.came]
-        self._came = cluster.came
+        cluster, came, ended = self._cluster, self._came, self._ended
         rates = [
             cluster.workers[int(worker.name)].prefill_rate.per_second
             for worker in cluster.members.there()
@@ -81,6 +84,7 @@ class Autopilot:
             attained=_mean([flight.ttft <= self._ttft and flight.tpot <= self._tpot for flight in ended]),
             prefill_rate=_mean(told),
         )
+        came.clear()
         ended.clear()
         return window
 

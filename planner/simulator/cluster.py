@@ -90,7 +90,8 @@ class Flight:
 class Cluster:
     """One replay. `policy` is a router's, or ORACLE.
 
-    Raises ValueError where the trace has blocks of another size than the settings, or nobody can count such blocks.
+    Raises ValueError where the trace has blocks of another size than the settings, or nobody can count such blocks, and
+    where the oracle is to know workers that come or fail.
     """
 
     def __init__(self, trace: Trace, rate: float, policy: str, settings: Settings) -> None:
@@ -98,6 +99,8 @@ class Cluster:
             raise ValueError(f"{trace.name}: its blocks are of another size than {settings.block_size} tokens")
         if settings.block_size != BLOCK_SIZE and (settings.kv.host_tokens or policy == ORACLE):
             raise ValueError(f"tiers and the oracle count in blocks of {BLOCK_SIZE} tokens")
+        if policy == ORACLE and (settings.slots or settings.failures):
+            raise ValueError("the oracle knows the workers of the beginning alone: none can come, leave or fail")
         self.clock = Clock()
         self.settings = settings
         self.flights: list[Flight] = []
@@ -139,7 +142,8 @@ class Cluster:
         self.members = Members(roles, settings, self.clock, self.workers, self.replicas, make)
         self.shed = 0.0  # share of the requests that is refused
         self.refused: list[int] = []
-        self.came = 0
+        self.ended_at = 0.0  # when the last request was over; some things go on behind it
+        self.on_come: Callable[[Demand], None] = lambda demand: None
         self.on_end: Callable[[Flight], None] = lambda flight: None
         self._line = deque[tuple[int, float, Flight | None]]()  # requests that nobody has room for
         self._flying: dict[int, Flight] = {}  # placed and not ended
@@ -173,7 +177,7 @@ class Cluster:
 
     @property
     def done(self) -> bool:
-        """Nothing more will happen."""
+        """All requests are over."""
         return self.ended >= len(self._starts)
 
     @property
@@ -193,7 +197,7 @@ class Cluster:
             self._followers[follows].append(number)
 
     def _come(self, number: int) -> None:
-        self.came += 1
+        self.on_come(self._trace.demands[number])
         if self.shed and self._rng.random() < self.shed:
             self.refused.append(number)
             self._over(number)
@@ -325,6 +329,9 @@ class Cluster:
         self._done.add(number)
         for follower in self._followers.pop(number, ()):
             self.clock.after(self._trace.demands[follower].think, self._come, follower)
+        if self.done:
+            self.ended_at = self.clock.now
+            self.members.stop_counting()
         self._progress()
 
     # Failures

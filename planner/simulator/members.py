@@ -40,7 +40,7 @@ class Members:
         self._next_role: list[Role | None] = [None] * len(roles)  # of those that drain; None: they leave
         self._has: list[set[int]] = [set() for _ in roles]  # requests that need the worker
         self._turns = [0] * len(roles)  # what was due for an earlier worker of the slot is due no more
-        self._gpu_seconds, self._counted_at = 0.0, 0.0
+        self._gpu_seconds, self._counted_at, self._counts = 0.0, 0.0, True
         self._rng = random.Random(settings.seed + 1)
         for number, state in enumerate(self._states):
             if state == "absent":
@@ -48,7 +48,9 @@ class Members:
 
     @property
     def gpu_seconds(self) -> float:
-        """That GPUs of workers were there, from when these were asked for until they were gone."""
+        """That GPUs of workers were there, from when these were asked for until they were gone, or all was over."""
+        if not self._counts:
+            return self._gpu_seconds
         there = sum(worker.gpus for worker in self.there())
         return self._gpu_seconds + there * (self._clock.now - self._counted_at)
 
@@ -58,6 +60,10 @@ class Members:
         return any(
             state == "ready" and role != "prefill" for state, role in zip(self._states, self._roles, strict=True)
         )
+
+    def stop_counting(self) -> None:
+        """All is over: whatever is due later, a planner's look or a worker's start, costs nothing."""
+        self._gpu_seconds, self._counts = self.gpu_seconds, False
 
     def there(self) -> list[Worker]:
         """All but the empty slots."""

@@ -118,6 +118,8 @@ def test_the_commands_of_the_document_run_and_its_defaults_are_true() -> None:
         (("--workers", "4"), "give --rate"),
         (("--workers", "4", "--prefill", "4", "--rate", "1"), "at least one must decode"),
         (("--rate", "1", "--policy", "best"), "there is no policy 'best', but"),
+        (("--rate", "1", "--policy", "oracle", "--failures", "1"), "leave --failures out"),
+        (("--rate", "1", "--policy", "oracle", "--planner", "act"), "leave --planner act out"),
         (("--rate", "1", "--workload", "sonnet"), "simulate one of lengths"),
         (("--rate", "1", "--input-len", "2000000"), "too many for workers that hold"),
         (("--rate", "1", "--timing", "/nowhere"), "says no timing"),

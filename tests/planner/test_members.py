@@ -3,15 +3,18 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from planner.control import Controller, ControlSettings
+from planner.decision import Decision
 from planner.offer import Offer
 from planner.simulator.autopilot import Autopilot
-from planner.simulator.cluster import Cluster
+from planner.simulator.cluster import ORACLE, Cluster
 from planner.simulator.demand import Demand, Trace
 from planner.simulator.job import BLOCK_SIZE
 from planner.simulator.settings import Settings
 from planner.simulator.timing import Timing
+from planner.window import Pools, Window
 
 SLOW = Settings(workers=4, prefill_workers=2, timing=Timing(prompt_token=2e-4, step=2e-2), start_seconds=20.0)
 
@@ -86,6 +89,58 @@ def test_with_no_worker_requests_wait_until_one_is_there() -> None:
     cluster.run()
     waited = [flight for flight in cluster.flights if 6 < flight.came_at < 20]
     assert all_ended(cluster) and all(flight.first_at >= 25 for flight in waited)
+
+
+class Watch:
+    """A planner that does nothing but look."""
+
+    def __init__(self) -> None:
+        self.windows: list[Window] = []
+
+    def decide(self, window: Window, pools: Pools, now: float) -> Decision:
+        self.windows.append(window)
+        return Decision(number=0, at=now, mode="act", window=window, have={}, reason="")
+
+
+def watched(load: Trace, settings: Settings, interval: float) -> tuple[Cluster, list[Window]]:
+    cluster, watch = Cluster(load, load.own_rate, "prefix", settings), Watch()
+    Autopilot(cluster, watch, interval=interval, gpus=4, ttft=2.0, tpot=0.05)
+    cluster.run()
+    return cluster, watch.windows
+
+
+def test_a_window_is_made_of_what_came_then() -> None:
+    """A long conversation's later question comes after short ones that stand behind it in the trace."""
+    hashes = [block.to_bytes(16) for block in range(5010 // BLOCK_SIZE)]
+    turns = [Demand(100, 10, []), Demand(5000, 10, hashes, follows=0, think=25.0)]
+    later = [Demand(100 + number, 10, []) for number in range(3)]
+    load = Trace("made", [*turns, *later], np.array([0.0, 0.0, 1.0, 2.0, 45.0]))
+    cluster, windows = watched(load, replace(SLOW, workers=2, prefill_workers=0), 10.0)
+    by_window = [[one.demand.prompt_tokens for one in cluster.flights if one.came_at // 10 == at] for at in range(4)]
+    assert by_window == [[100, 100, 101], [], [5000], []]
+    assert [window.arrivals for window in windows[:4]] == [3, 0, 1, 0]
+    assert [window.prompt_tokens for window in windows[:3:2]] == [pytest.approx(301 / 3), 5000]
+
+
+@pytest.mark.parametrize("interval", [1.0, 300.0])
+def test_hours_of_workers_end_with_the_last_request(interval: float) -> None:
+    """However late the planner would look again, a worker that was added last is ready, or another fails."""
+    load = trace([4.0], 20.0)
+    cluster, windows = watched(load, replace(SLOW, slots=5, start_seconds=1000.0, failures=1e-3), interval)
+    last = max(flight.ended_at for flight in cluster.flights)
+    assert cluster.members.gpu_seconds == pytest.approx(4 * last, rel=1e-3)
+    assert cluster.ended_at == pytest.approx(last, abs=0.01)
+    assert all(window.at <= last + 0.01 for window in windows)
+    cluster = Cluster(load, load.own_rate, "prefix", replace(SLOW, slots=5, start_seconds=1000.0))
+    cluster.clock.at(10.0, cluster.members.add, "decode")
+    cluster.run()
+    assert cluster.members.gpu_seconds == pytest.approx(5 * cluster.ended_at - 10, rel=1e-3)
+
+
+@pytest.mark.parametrize("more", [{"slots": 5}, {"failures": 1.0}])
+def test_the_oracle_knows_no_workers_that_come_or_fail(more: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="none can come, leave or fail"):
+        Cluster(trace([1.0], 5.0), 1.0, ORACLE, replace(SLOW, **more))
 
 
 def planned(load: Trace, settings: Settings, **more: float) -> tuple[Cluster, Autopilot]:
