@@ -20,7 +20,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from bench.tiers import Answer, Target, start
+from bench.tier_cluster import Answer, Target, service, start
 
 _STREAMS = 4
 _PROMPT, _ANSWER = 512, 96  # tokens
@@ -79,11 +79,11 @@ def main() -> None:
     arguments = parser.parse_args()
     workers = ("--prefill", "1", "--decode", "1", "--kv-blocks", str(_BLOCKS))
     with tempfile.TemporaryDirectory(prefix="tandem-preemption-") as folder:
-        target = start(Path(folder), arguments, *workers)
+        target = start(Path(folder), arguments, *workers, *service(Path(folder), arguments))
         try:
             found = measured(target, arguments.rounds, random.Random(1))
         finally:
-            target.stop()
+            target.close()
     sizes = {"streams": _STREAMS, "prompt_tokens": _PROMPT, "answer_tokens": _ANSWER, "kv_blocks": _BLOCKS}
     shape = {"model": target.model, "threads": arguments.threads, "rounds": arguments.rounds}
     report = shape | sizes | {"cpu": platform.processor(), "load": os.getloadavg()} | found

@@ -1,14 +1,18 @@
 """What the media of tiers can do on this machine, in bytes per second: the limits that `bench.tiers` compares with."""
 
+import asyncio
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import redis.asyncio
 import torch
 
 _BYTES = 1 << 30
 _PIECE = 8 << 20
+_REDIS_BYTES = 256 << 20
+_REDIS_TTL = 3_600_000  # milliseconds
 _THREADS = 4
 _TRIES = 5
 
@@ -26,6 +30,53 @@ def to_device() -> dict[str, float]:
             torch.cuda.synchronize()
             found[name] = max(found[name], _BYTES / (time.perf_counter() - started))
     return found
+
+
+def in_place(device: str) -> dict[str, float]:
+    """One copy of memory to other memory of the same device, on CPU by one thread; the best of some. Counted once."""
+    if device == "cpu":
+        to, of = memoryview(bytearray(_BYTES)), memoryview(bytearray(os.urandom(_PIECE) * (_BYTES // _PIECE)))
+    else:
+        target, source = (torch.empty(_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def copy() -> None:
+        if device == "cpu":
+            to[:] = of
+        else:
+            target.copy_(source)
+            torch.cuda.synchronize()
+
+    best = 0.0
+    for _ in range(_TRIES):
+        started = time.perf_counter()
+        copy()
+        best = max(best, _BYTES / (time.perf_counter() - started))
+    return {"in_place": best}
+
+
+def of_redis(url: str, value_bytes: int) -> dict[str, float]:
+    """Reads of values of this size from a server, in pipelines as the KV service sends them; the best of some."""
+    return {"redis": asyncio.run(_read_redis(url, value_bytes))}
+
+
+async def _read_redis(url: str, value_bytes: int) -> float:
+    names = [f"limit:{number}" for number in range(max(1, _REDIS_BYTES // value_bytes))]
+    size = max(1, _PIECE // value_bytes)
+    parts = [names[start : start + size] for start in range(0, len(names), size)]
+    best = 0.0
+    async with redis.asyncio.Redis.from_url(url) as client:
+        for name in names:
+            await client.set(name, os.urandom(value_bytes))
+        for _ in range(_TRIES):
+            started = time.perf_counter()
+            for part in parts:
+                pipeline = client.pipeline(transaction=False)
+                for name in part:
+                    pipeline.getex(name, px=_REDIS_TTL)
+                await pipeline.execute()
+            best = max(best, len(names) * value_bytes / (time.perf_counter() - started))
+        await client.unlink(*names)
+    return best
 
 
 def of_disk(folder: Path) -> dict[str, float]:

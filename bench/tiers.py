@@ -1,15 +1,21 @@
-"""Prefixes that come back from the KV service against computing them again: `python -m bench.tiers [--quick] --json F`.
+"""Prefixes that come back from where they are kept against computing them: `python -m bench.tiers [--quick] --json F`.
 
-One aggregated worker, with the default model on CPU or any with `--model`, and the KV service with host memory and a
-disk, all started by `tandem up`. Each prompt is sent when nobody has it (computed); once host memory has it and the
-worker has forgotten it, and again at once (cached); when the service was killed, so that only the disk has it, whose
-file the kernel was told to forget (disk); and the same with the file in the kernel's memory (page_cache). All are
-greedy. What is compared is the time to the first token over HTTP, medians over rounds. The bytes of a prefix over what
-a tier takes longer than the worker's own cache are held against the medium's limit (`tier_limits`). What was not
-restored was computed, as that was believed to be quicker: it counts with what it took.
+One aggregated worker, with the default model on CPU or any with `--model`, and the KV service with host memory, a
+disk and a Redis, all started here. Each prompt is sent when nobody has it (computed); once host memory has it and the
+worker has forgotten it (host), and again at once (cached); when the service was killed, so that only the disk has it,
+whose file the kernel was told to forget (disk); the same with the file in the kernel's memory (page_cache); and when
+the service was killed and the disk's file is gone, so that only Redis has it (redis). All are greedy. What is compared
+is the time to the first token over HTTP, medians over rounds. The bytes of a prefix over what a tier takes longer than
+the worker's own cache are held against the medium's limit (`tier_limits`). What was not restored was computed, as that
+was believed to be quicker, by the router, who did not have it asked for, or by the worker: it counts with what it took.
 
 On CPU the worker forgets by `tandem sleep` and `tandem wake`. With `--device cuda` it has room for less than one
 round's prompts (`--kv-memory`), so that each round makes it forget the others: two are needed.
+
+What another worker has (peer) is measured with a cluster of its own, without a KV service: two workers on the device,
+to which the router gives requests in turn, so that one computes a prompt and the other is asked for it next. They are
+aggregated workers on CPU; such ones on CUDA devices get nothing from each other, so there they are decode workers
+without prefill workers, which compute prompts themselves.
 
 With `--background`: what it costs streams that the KV service copies what is computed. A prefill and a decode worker
 answer the same load again and again, in turns while the service copies and while it is stopped (SIGSTOP); what is
@@ -18,249 +24,89 @@ compared is the time for each token after the first, and what is told is the rat
 
 import argparse
 import concurrent.futures
-import http.client
+import contextlib
 import json
 import os
 import platform
 import random
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bench import tier_limits
+from bench.tier_cluster import Answer, Target, service, start
+from services.embedded_state import EmbeddedState
 
 _BLOCK = 16  # tokens
-_OUTPUT = 8  # tokens, compared
-_SCORES = 1e-3  # that log probabilities may differ: other chunks of a prompt, other last bits
-_WAIT_SECONDS = 120.0
 _PINNED_SECONDS = 20.0
+_WARM = 10  # prompts at most, before peers are measured
 _STREAMS, _PROMPT, _ANSWER = 4, 512, 128  # of a turn with `--background`; tokens
 LENGTHS, QUICK_LENGTHS, CUDA_LENGTHS = (1024, 4096, 8000), (1024, 4096), (1024, 4096, 8192, 32768)
-TIERS = {"host": "host", "disk": "disk", "page_cache": "disk"}  # to the service's name of it
-LIMITS = {"host": "host_to_device", "disk": "disk", "page_cache": "page_cache"}
+KEPT = {"host": "host", "disk": "disk", "page_cache": "disk", "redis": "redis"}  # to the service's name of it
+TIERS = (*KEPT, "peer")
+LIMITS = {"host": "host_to_device", "disk": "disk", "page_cache": "page_cache", "redis": "redis", "peer": "in_place"}
+_PEERS = {"cpu": ("--aggregated", "2"), "cuda": ("--prefill", "0", "--decode", "2")}
+
+Rounds = list[dict[int, dict[str, Answer]]]  # of each the answers by length and way
 
 
-@dataclass
-class Answer:
-    """What came of one request."""
-
-    ttft: float  # seconds
-    cached: int  # tokens of the prompt
-    tokens: list[str]
-    scores: list[float]
-    ended: float = 0.0  # seconds after it was asked
-    gap: float = 0.0  # longest between two tokens, seconds
-    count: int = 0  # tokens that came
-    from_tier: int = 0  # tokens of the prompt
-
-    @property
-    def tpot(self) -> float:
-        """Seconds for each token after the first."""
-        return (self.ended - self.ttft) / (self.count - 1)
-
-    def equals(self, other: "Answer") -> bool:
-        """Whether the tokens are the same, and their log probabilities within rounding."""
-        pairs = zip(self.scores, other.scores, strict=True)
-        close = all(abs(one - two) <= _SCORES for one, two in pairs)
-        return "".join(self.tokens) == "".join(other.tokens) and close
+def chosen(text: str) -> tuple[str, ...]:
+    """Those of a list with commas, in the order in which they are measured. Raises ArgumentTypeError."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in TIERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(TIERS)}")
+    return tuple(tier for tier in TIERS if tier in names)
 
 
-@dataclass
-class Target:
-    """A running cluster."""
-
-    process: subprocess.Popen[str]
-    url: str
-    admin: str
-    model: str
-    pids: dict[str, int]
-    scores: bool  # whether answers have log probabilities
-    restarts: list[dict[str, Any]] = field(default_factory=list)
-
-    def complete(self, prompt: list[int], max_tokens: int = _OUTPUT, salt: str = "") -> Answer:
-        """One streamed request. Prompts of another salt share no cache."""
-        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        if self.scores:  # on a device steps with them are slow
-            body["logprobs"] = 0
-        body |= {"cache_salt": salt} if salt else {}
-        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=600)
-        started = time.perf_counter()
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(response.read().decode())
-        answer = Answer(0.0, 0, [], [])
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            answer.ttft = answer.ttft or time.perf_counter() - started
-            chunk = json.loads(line[6:])
-            for choice in chunk["choices"]:
-                now = time.perf_counter() - started
-                answer.gap = max(answer.gap, now - answer.ended) if answer.ended else 0.0
-                answer.ended = now
-                if not self.scores:
-                    answer.tokens.append(choice["text"])
-                elif choice.get("logprobs"):
-                    answer.tokens += choice["logprobs"]["tokens"]
-                    answer.scores += choice["logprobs"]["token_logprobs"]
-            if usage := chunk.get("usage"):
-                answer.count = usage["completion_tokens"]
-                answer.cached = usage["prompt_tokens_details"]["cached_tokens"]
-        if answer.count != max_tokens:
-            raise RuntimeError(f"{answer.count} tokens came instead of {max_tokens}")
-        return answer
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum over the samples of that name whose labels match."""
-        connection = http.client.HTTPConnection(urlsplit(self.admin).netloc, timeout=10)
-        connection.request("GET", "/metrics")
-        total = 0.0
-        for line in connection.getresponse().read().decode().splitlines():
-            sample, _, value = line.rpartition(" ")
-            of, _, rest = sample.partition("{")
-            if of == name and all(f'{key}="{wanted}"' in rest for key, wanted in labels.items()):
-                total += float(value)
-        return total
-
-    def wait(self, name: str, least: float, **labels: str) -> None:
-        """Until a metric is so high. Raises RuntimeError."""
-        ends = time.monotonic() + _WAIT_SECONDS
-        while (value := self.metric(name, **labels)) < least:
-            if time.monotonic() > ends:
-                raise RuntimeError(f"{name} is {value} after {_WAIT_SECONDS:.0f} s, not {least}")
-            time.sleep(0.1)
-
-    def forget(self) -> None:
-        """Empties the worker's cache."""
-        for command in ("sleep", "wake"):
-            subprocess.run(
-                [sys.executable, "-m", "services.cli", command, "--url", self.url], check=True, capture_output=True
-            )
-        time.sleep(1.0)  # heartbeats
-
-    def kill_service(self, blocks: int) -> None:
-        """Ends the KV service; its successor has found so many blocks on disk, and the router knows."""
-        known = len(self.restarts)
-        os.kill(self.pids["kv"], signal.SIGKILL)
-        ends = time.monotonic() + _WAIT_SECONDS
-        while len(self.restarts) == known:
-            if time.monotonic() > ends:
-                raise RuntimeError(f"the KV service was not started again within {_WAIT_SECONDS:.0f} s")
-            time.sleep(0.1)
-        self.pids["kv"] = self.restarts[-1]["pid"]
-        self.wait("tandem_tier_blocks", blocks, tier="disk")
-        self.wait("tandem_router_index_blocks", blocks)
-        time.sleep(3.0)  # the lease of the one that is gone
-
-    def copies(self, wanted: bool) -> None:
-        """Whether the KV service copies what is computed from now on; what it lacks then it has copied before."""
-        os.kill(self.pids["kv"], signal.SIGCONT if wanted else signal.SIGSTOP)
-        time.sleep(4.0)  # more than a lease
-        if wanted:
-            self.wait("tandem_tier_capacity_bytes", 1, tier="host")
-            ends = time.monotonic() + _WAIT_SECONDS
-            before = -1.0
-            while (kept := self.metric("tandem_tier_stored_blocks_total", tier="host")) != before:
-                if time.monotonic() > ends:
-                    raise RuntimeError("the KV service does not come to an end with what it lacks")
-                before = kept
-                time.sleep(1.0)
-
-    def stop(self) -> None:
-        """Ends the cluster."""
-        os.kill(self.pids["kv"], signal.SIGCONT)
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=20)
-
-
-def start(folder: Path, arguments: argparse.Namespace, *workers: str) -> Target:
-    """Starts the cluster and waits until it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "services.cli", "up", "--json", "--port", str(port), "--admin-port", "0"]
-    command += [*workers, "--threads", str(arguments.threads), "--device", arguments.device]
-    command += ["--kv-memory-host", arguments.kv_memory_host, "--kv-disk", f"{folder}:{arguments.kv_disk}"]
-    for flag in ("model", "dummy_seed", "max_model_len", "kv_memory"):
-        if (value := getattr(arguments, flag)) is not None:
-            command += [f"--{flag.replace('_', '-')}", str(value)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=(arguments.log or folder / "log").open("w"), text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        event = json.loads(line)
-        if event["event"] == "ready":
-            target = Target(
-                process, event["url"], event["admin"], event["model"], event["pids"], arguments.device == "cpu"
-            )
-            threading.Thread(target=_follow, args=(target,), daemon=True).start()
-            return target
-    raise RuntimeError("the cluster did not start; run `tandem up` to see why")
-
-
-def _follow(target: Target) -> None:
-    assert target.process.stdout is not None
-    for line in target.process.stdout:
-        event = json.loads(line)
-        if event["event"] == "restarted":
-            target.restarts.append(event)
+def base(tier: str, way: str) -> str:
+    """What is compared with a tier: `way` is computed or cached, in the same cluster."""
+    return f"peer_{way}" if tier == "peer" else way
 
 
 def restore(target: Target, prompt: list[int], tier: str) -> Answer:
-    """What comes of a prompt that only this tier has."""
-    before = target.metric("tandem_tier_hit_blocks_total", tier=TIERS[tier])
+    """What comes of a prompt that only this tier, or a peer, has."""
+    name = "tandem_kv_fetched_blocks_total" if tier == "peer" else "tandem_tier_hit_blocks_total"
+    labels = {} if tier == "peer" else {"tier": KEPT[tier]}
+    before, asked = target.metric(name, **labels), target.metric("tandem_router_fetches_total")
     answer = target.complete(prompt)
-    hits = target.metric("tandem_tier_hit_blocks_total", tier=TIERS[tier]) - before
+    hits = target.metric(name, **labels) - before
     if answer.cached and not hits:
         raise RuntimeError(f"{answer.cached} tokens came, but not from {tier}")
     answer.from_tier = int(hits) * _BLOCK if answer.cached else 0
+    answer.asked = target.metric("tandem_router_fetches_total") > asked
     return answer
 
 
-def is_exact(answers: Sequence[dict[str, Answer]], like: str) -> bool:
-    """Whether each tier has restored a prompt, and all that was restored gave the answer of `like`."""
-    restored = [(ways[like], ways[tier]) for ways in answers for tier in TIERS if ways[tier].from_tier]
-    by_each = all(any(ways[tier].from_tier for ways in answers) for tier in TIERS)
-    return by_each and all(wanted.equals(answer) for wanted, answer in restored)
+def is_exact(answers: Sequence[dict[str, Answer]], tiers: Sequence[str], like: str) -> bool:
+    """Whether each tier has restored a prompt, and all that was restored gave the answer of `like`, as for `base`."""
+    restored = [(ways[base(tier, like)], ways[tier]) for ways in answers for tier in tiers if ways[tier].from_tier]
+    by_each = all(any(ways[tier].from_tier for ways in answers) for tier in tiers)
+    return bool(tiers) and by_each and all(wanted.equals(answer) for wanted, answer in restored)
 
 
-def summary(rounds: list[dict[int, dict[str, Answer]]], kv_bytes: float, limits: dict[str, float]) -> dict[str, Any]:
+def summary(rounds: Rounds, tiers: Sequence[str], kv_bytes: float, limits: dict[str, float]) -> dict[str, Any]:
     """Of all rounds. `kv_bytes`: of one token. `limits`: of media, in bytes per second."""
     lengths: dict[str, Any] = {}
     for length in rounds[0]:
         seconds = {way: statistics.median(answers[length][way].ttft for answers in rounds) for way in rounds[0][length]}
         row: dict[str, Any] = {f"{way}_ttft_s": value for way, value in seconds.items()}
-        for tier in TIERS:
-            row[f"{tier}_speedup"] = seconds["computed"] / seconds[tier]
+        for tier in tiers:
+            row[f"{tier}_speedup"] = seconds[base(tier, "computed")] / seconds[tier]
+            row[f"{tier}_asked"] = statistics.mean(answers[length][tier].asked for answers in rounds)
             row[f"{tier}_restored"] = statistics.mean(answers[length][tier].from_tier / length for answers in rounds)
             if row[f"{tier}_restored"] > 0.5:
-                longer = max(1e-9, seconds[tier] - seconds["cached"])
+                longer = max(1e-9, seconds[tier] - seconds[base(tier, "cached")])
                 row[f"{tier}_bytes_per_s"] = rate = length * kv_bytes / longer
                 if (limit := limits.get(LIMITS[tier])) is not None:
                     row[f"{tier}_of_limit"] = rate / limit
         lengths[str(length)] = row
     longest = lengths["8192" if "8192" in lengths else max(lengths, key=int)]
-    return {
-        "host_speedup": longest["host_speedup"],
-        "disk_speedup": longest["disk_speedup"],
-        "page_cache_speedup": longest["page_cache_speedup"],
-        "lengths": lengths,
-        "limits_bytes_per_s": limits,
-    }
+    speedups = {f"{tier}_speedup": longest[f"{tier}_speedup"] for tier in tiers}
+    return speedups | {"lengths": lengths, "limits_bytes_per_s": limits}
 
 
 def turn(target: Target, rng: random.Random) -> list[float]:
@@ -307,49 +153,138 @@ def background(target: Target, rounds: int, rng: random.Random) -> dict[str, Any
     }
 
 
-def restored(
-    target: Target, lengths: Sequence[int], count: int, rng: random.Random, folder: Path, device: str
-) -> dict[str, Any]:
-    """Time to the first token, computed and restored."""
-    warm = [rng.randrange(3, 49_000) for _ in range(512)]  # what goes before what is measured
+def tell(number: int, length: int, **answers: Answer) -> None:
+    """Prints a line."""
+    words = [
+        f"{way} {1e3 * each.ttft:.1f} ms" + f" ({each.from_tier} restored)" * each.asked
+        for way, each in answers.items()
+    ]
+    print(f"round {number}: {length} tokens: {', '.join(words)}", flush=True)
+
+
+def copying(arguments: argparse.Namespace, rounds: int, rng: random.Random) -> dict[str, Any]:
+    """`background` with a cluster of its own."""
+    with tempfile.TemporaryDirectory(prefix="tandem-tiers-") as name:
+        folder = Path(name)
+        flags = ["--prefill", "1", "--decode", "1", *service(folder, arguments)]
+        with contextlib.closing(start(folder, arguments, *flags)) as target:
+            if arguments.apart:
+                keep_apart(target)
+            return {"model": target.model} | background(target, rounds, rng)
+
+
+def kept(
+    target: Target,
+    prompts: list[dict[int, list[int]]],
+    rounds: Rounds,
+    warm: list[int],
+    tiers: Sequence[str],
+    folder: Path,
+) -> float:
+    """Time to the first token, computed and restored from tiers of the KV service. The bytes of a token's KV.
+
+    `warm`: a prompt that goes before what is measured. `folder` is the disk's.
+    """
     target.complete(warm)
-    prompts = [{length: [rng.randrange(3, 49_000) for _ in range(length)] for length in lengths} for _ in range(count)]
-    rounds: list[dict[int, dict[str, Answer]]] = [defaultdict(dict) for _ in range(count)]
-    blocks = 512 // _BLOCK
+    blocks = len(warm) // _BLOCK
     for number, of_round in enumerate(prompts):
         for length, prompt in of_round.items():
-            rounds[number][length]["computed"] = answer = target.complete(prompt)
-            rounds[number][length]["cached"] = again = target.complete(prompt)
+            ways = rounds[number][length]
+            ways["computed"], ways["cached"] = target.complete(prompt), target.complete(prompt)
             blocks += length // _BLOCK
             started = time.perf_counter()
             target.wait("tandem_tier_blocks", blocks, tier="host")  # before the worker has no room for it any more
-            kept = time.perf_counter() - started
-            told = f"computed {1e3 * answer.ttft:.1f} ms, cached {1e3 * again.ttft:.1f} ms, kept {kept:.1f} s later"
-            print(f"round {number}: {length} tokens: {told}", flush=True)
-    target.wait("tandem_tier_blocks", blocks, tier="disk")
-    for tier in TIERS:
-        if TIERS[tier] == "disk":
+            tell(number, length, computed=ways["computed"], cached=ways["cached"])
+            print(f"    kept {time.perf_counter() - started:.1f} s later", flush=True)
+    kv_bytes = target.metric("tandem_tier_bytes", tier="host") / target.metric("tandem_tier_blocks", tier="host")
+    for name in {KEPT[tier] for tier in tiers}:
+        target.wait("tandem_tier_blocks", blocks, tier=name)
+    for tier in tiers:
+        for file in folder.glob("*.blocks"):
             if tier == "disk":
-                for file in folder.glob("*.blocks"):
-                    tier_limits.forget(file)
-            target.kill_service(blocks)
-        if device == "cpu":
+                tier_limits.forget(file)
+            elif tier == "redis":
+                file.unlink()
+        if tier != "host":
+            target.kill_service(blocks, KEPT[tier])
+        if not target.on_device:
             target.forget()
         target.complete(warm)  # so the two are linked, and shared memory is being pinned
-        if device == "cuda":
+        if target.on_device:
             time.sleep(_PINNED_SECONDS)  # until it is
         for number, of_round in enumerate(prompts):
             for length, prompt in of_round.items():
                 rounds[number][length][tier] = answer = restore(target, prompt, tier)
-                told = f"{tier} {1e3 * answer.ttft:.1f} ms, {answer.from_tier} restored"
-                print(f"round {number}: {length} tokens: {told}", flush=True)
-    kept = target.metric("tandem_tier_bytes", tier="disk") / target.metric("tandem_tier_blocks", tier="disk")
+                tell(number, length, **{tier: answer})
+    return kv_bytes / _BLOCK
+
+
+def in_turns(target: Target, prompt: list[int]) -> dict[str, Answer]:
+    """What one of two workers computes, the other is asked for next, and the first has cached: so they change parts."""
+    computed = target.complete(prompt)
+    target.settle()
+    answer = restore(target, prompt, "peer")
+    target.settle()
+    return {"peer_computed": computed, "peer": answer, "peer_cached": target.complete(prompt)}
+
+
+def from_peer(
+    target: Target, prompts: list[dict[int, list[int]]], rounds: Rounds, warm: list[int]
+) -> tuple[float, dict[str, float]]:
+    """Time to the first token where the other of two workers has computed the prompt.
+
+    `warm`: a prompt that goes before, until each of the two has got one, so that they are linked and have measured it.
+    The bytes of a token's KV, 0 if none came, and those that came by connector.
+    """
+    came = 0
+    for number in range(_WARM):
+        came = came + 1 if in_turns(target, warm[number:] + warm[:number])["peer"].from_tier else 0
+        if came == 2:
+            break
+    for number, of_round in enumerate(prompts):
+        for length, prompt in of_round.items():
+            rounds[number][length] |= (ways := in_turns(target, prompt))
+            tell(number, length, **ways)
+    moved = target.by_label("tandem_kv_transfer_bytes_total", "connector")
+    blocks = target.metric("tandem_kv_fetched_blocks_total")
+    return sum(moved.values()) / blocks / _BLOCK if blocks else 0.0, moved
+
+
+def restored(arguments: argparse.Namespace, lengths: Sequence[int], count: int, rng: random.Random) -> dict[str, Any]:
+    """Time to the first token, computed and restored, by two clusters in turn."""
+    tiers = arguments.tiers
+    of_service = [tier for tier in tiers if tier in KEPT]
+    warm = [rng.randrange(3, 49_000) for _ in range(512)]
+    prompts = [{length: [rng.randrange(3, 49_000) for _ in range(length)] for length in lengths} for _ in range(count)]
+    rounds: Rounds = [defaultdict(dict) for _ in range(count)]
+    found: dict[str, Any] = {}
+    limits = tier_limits.to_device() if arguments.device == "cuda" else {}
+    kv_bytes = 0.0
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-tiers-")))
+        if of_service:
+            flags = ["--aggregated", "1", *service(folder, arguments, "disk" in map(KEPT.get, of_service))]
+            if "redis" in of_service:
+                server = stack.enter_context(contextlib.closing(EmbeddedState(memory="0")))
+                flags += ["--kv-redis", server.url]
+            with contextlib.closing(start(folder, arguments, *flags)) as target:
+                kv_bytes = kept(target, prompts, rounds, warm, of_service, folder)
+            if "redis" in of_service:
+                limits |= tier_limits.of_redis(server.url, int(kv_bytes * _BLOCK))
+            if "disk" in map(KEPT.get, of_service):
+                limits |= tier_limits.of_disk(folder)
+        if "peer" in tiers:
+            flags = [*_PEERS[arguments.device], "--policy", "round_robin"]
+            with contextlib.closing(start(folder, arguments, *flags)) as target:
+                before = [rng.randrange(3, 49_000) for _ in range(min(lengths))]
+                moved, found["peer_bytes_by_connector"] = from_peer(target, prompts, rounds, before)
+            kv_bytes = kv_bytes or moved
+            limits |= tier_limits.in_place(arguments.device)
     # On a device other steps give other last bits: there an answer is compared with that of the worker's own cache.
-    like = "computed" if device == "cpu" else "cached"
-    exact = is_exact([ways for each in rounds for ways in each.values()], like)
-    limits = tier_limits.of_disk(folder) | (tier_limits.to_device() if device == "cuda" else {})
-    told_of = {"kv_bytes_per_token": kept / _BLOCK, "token_exact": exact}
-    return told_of | summary(rounds, kept / _BLOCK, limits)
+    like = "computed" if arguments.device == "cpu" else "cached"
+    exact = is_exact([ways for each in rounds for ways in each.values()], tiers, like)
+    found |= {"model": target.model, "kv_bytes_per_token": kv_bytes, "token_exact": exact}
+    return found | summary(rounds, tiers, kv_bytes, limits)
 
 
 def main() -> None:
@@ -359,6 +294,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="compute threads of the worker")
     parser.add_argument("--rounds", type=int, help="default 3, with --background 10")
+    parser.add_argument(
+        "--tiers",
+        type=chosen,
+        default=TIERS,
+        metavar="TIER,...",
+        help=f"where prefixes are to come back from; default: {','.join(TIERS)}",
+    )
     parser.add_argument("--background", action="store_true", help="what it costs streams that blocks are copied")
     parser.add_argument(
         "--apart",
@@ -380,21 +322,12 @@ def main() -> None:
     count, rng = arguments.rounds or max(least, usual), random.Random(1)
     if count < least:
         parser.error("--device cuda needs --rounds 2 or more: one round makes the worker forget the other")
-    workers = ("--prefill", "1", "--decode", "1") if arguments.background else ("--aggregated", "1")
     lengths = QUICK_LENGTHS if arguments.quick else LENGTHS if arguments.device == "cpu" else CUDA_LENGTHS
-    with tempfile.TemporaryDirectory(prefix="tandem-tiers-") as folder:
-        target = start(Path(folder), arguments, *workers)
-        try:
-            if arguments.background:
-                if arguments.apart:
-                    keep_apart(target)
-                found = background(target, count, rng)
-            else:
-                of = arguments.lengths or lengths
-                found = restored(target, of, count, rng, Path(folder), arguments.device)
-        finally:
-            target.stop()
-    made = {"model": target.model, "device": arguments.device, "threads": arguments.threads, "rounds": count}
+    if arguments.background:
+        found = copying(arguments, count, rng)
+    else:
+        found = restored(arguments, arguments.lengths or lengths, count, rng)
+    made = {"device": arguments.device, "threads": arguments.threads, "rounds": count}
     report = made | {"cpu": platform.processor()} | found
     print(json.dumps(report, indent=2))
     if arguments.json is not None:

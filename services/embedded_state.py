@@ -49,10 +49,14 @@ def find_server() -> str:
 
 
 class EmbeddedState:
-    """A server on a free port of `host`, with a random password and nothing on disk. Raises StateServerError."""
+    """A server on a free port of `host`, with a random password and nothing on disk. Raises StateServerError.
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    `memory`: the most that it takes, as 256mb; 0: no bound.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", memory: str = "256mb") -> None:
         self._host = host
+        self._memory = memory
         for _ in range(_TRIES):
             self._start()
             deadline = time.monotonic() + _START_SECONDS
@@ -86,7 +90,7 @@ class EmbeddedState:
         with contextlib.suppress(BrokenPipeError), self.process.stdin as configuration:
             configuration.write(
                 f"bind {self._host}\nport {port}\nrequirepass {password}\ndir {tempfile.gettempdir()}\n"
-                'save ""\nappendonly no\nmaxmemory 256mb\nmaxmemory-policy noeviction\n'
+                f'save ""\nappendonly no\nmaxmemory {self._memory}\nmaxmemory-policy noeviction\n'
             )
 
     def close(self) -> None:
