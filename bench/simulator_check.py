@@ -189,7 +189,7 @@ async def _ladder(live: Live, url: str, options: argparse.Namespace) -> None:
 
 def settings_of(live: Live, profile: Profile) -> Settings:
     """Of the simulated cluster."""
-    settings = Settings(workers=live.workers, prefill_workers=live.prefill, timing=profile.timing)
+    settings = Settings(workers=live.workers, prefill_workers=live.prefill, timing=profile.timing, gateways=1)
     return replace(settings, **msgspec.structs.asdict(live.engine))
 
 

@@ -27,7 +27,7 @@ from planner.simulator.members import Members
 from planner.simulator.oracle import Oracle
 from planner.simulator.replica import Chooser, Placement, Replica, replica_name
 from planner.simulator.settings import Settings
-from planner.simulator.streams import Streams
+from planner.simulator.streams import Streams, enough_gateways
 from planner.simulator.worker import MockWorker, Told, untold
 from planner.window import Role
 from router.fit import Measured
@@ -113,7 +113,8 @@ class Cluster:
         roles = _roles(settings)
         self._streams: Streams | None = None
         if settings.control is None and (settings.timing.gateway_token or settings.timing.gateway_request):
-            self._streams = Streams(settings.timing, settings.gateways, self.clock)
+            gateways = settings.gateways or enough_gateways(trace, rate, settings.timing)
+            self._streams = Streams(settings.timing, gateways, self.clock)
         steps = self._streams.steps if self._streams is not None else untold
         told = Told(self._events, self._reserved, self._first_token, self._job_ended, steps)
 

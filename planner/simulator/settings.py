@@ -42,7 +42,7 @@ class Settings:
     fetch_tokens: int = 256
     routers: int = 1
     control: ControlCosts | None = None  # what gateways and routers take; None: nothing
-    gateways: int = 1  # that share the requests; `timing` says what these take them
+    gateways: int = 0  # that share the requests, which take them what `timing` says; 0: enough of them
     hop: float = 0.001  # gateway to worker, worker to worker, gateway to router
     event_delay: float = 0.005  # from a worker's step to the routers' indexes
     lost_events: float = 0.0  # share of the messages of KV events that one router misses

@@ -7,11 +7,15 @@ asks, in the order in which they ended.
 
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 
 from planner.simulator.clock import Clock
+from planner.simulator.demand import Trace
 from planner.simulator.timing import Timing
 from planner.simulator.worker import MockWorker
+
+_BUSY = 2 / 3  # of a gateway's time, at most
 
 
 @dataclass(slots=True, eq=False)
@@ -82,3 +86,12 @@ class Streams:
                 heapq.heappush(self._coming, (steps.next_ends(), order, steps))
         self._free_at[at] = max(self._free_at[at], now) + seconds
         return self._free_at[at]
+
+
+def enough_gateways(trace: Trace, rate: float, timing: Timing) -> int:
+    """Of which none has work for more than two thirds of the time, if so many requests come in a second."""
+    prompts = sum(demand.prompt_tokens for demand in trace.demands)
+    outputs = sum(demand.output_tokens for demand in trace.demands)
+    seconds = timing.gateway_request * len(trace.demands) + timing.request_token * prompts
+    each = (seconds + timing.gateway_token * outputs) / len(trace.demands)
+    return max(1, math.ceil(rate * each / _BUSY))

@@ -85,6 +85,14 @@ def test_without_these_costs_nothing_changes_and_with_them_all_is_later(prefill:
     assert ttft == sorted(ttft) and ttft[2] > ttft[0] + 0.5e-3
 
 
+def test_there_are_gateways_enough_where_nobody_says_how_many() -> None:
+    """800 tokens a second of 4 ms are 3.2 gateways' work."""
+    costs = Timing(gateway_token=4e-3)
+    found = {gateways: [each.ttft for each in flights(costs, gateways=gateways)] for gateways in (0, 1, 5, 6)}
+    assert found[0] == found[5] != found[6]
+    assert sum(found[1][-5:]) > 20 * sum(found[0][-5:])
+
+
 def test_alone_a_request_is_as_quick_as_its_profile_says() -> None:
     """What a gateway takes is a part of the way to the worker, and not once more."""
     timing = Timing(request=0.01, request_token=1e-5, gateway_request=4e-3, gateway_token=1e-4)
