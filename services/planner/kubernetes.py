@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import httpx2
+import structlog
 from lightkube import AsyncClient
 from lightkube.core.exceptions import ConfigError
 from lightkube.models.autoscaling_v1 import ScaleSpec
@@ -19,12 +20,16 @@ from services.config import ConfigError as SettingError
 from services.planner.actuators import ActuatorFailed
 from services.rpc import cluster_pb2
 
+log = structlog.get_logger()
+
 _GOES_FIRST = {"metadata": {"annotations": {"controller.kubernetes.io/pod-deletion-cost": "-1000"}}}
 
 
 class KubernetesActuator:
     """Changes replicas of `deployments` by one: role=NAME, or MODEL/role=NAME for one model alone, comma separated.
 
+    Those without a MODEL are of one model, too: that of their workers. Another one has none, and so can neither grow
+    nor shrink.
     Which pod goes is said by its deletion cost, before the scale. Who may not patch pods leaves that to Kubernetes,
     which mostly takes the youngest. A worker that has taken another role still counts for the deployment that started
     it. Raises SettingError for what are no deployments, or where there is no API server.
@@ -32,7 +37,7 @@ class KubernetesActuator:
 
     def __init__(self, state: ClusterState, deployments: str, client: AsyncClient | None = None) -> None:
         self._state = state
-        self._deployments: dict[str, dict[Role, str]] = {}  # by model; "": of all that have none of their own
+        self._deployments: dict[str, dict[Role, str]] = {}  # by model; "": of the one that has none of its own
         for part in filter(None, deployments.split(",")):
             of, _, deployment = part.rpartition("=")
             model, _, name = of.rpartition("/")
@@ -47,6 +52,8 @@ class KubernetesActuator:
         except ConfigError as error:
             raise SettingError(f"planner_actuator: no Kubernetes API server is known here ({error})") from error
         self._since: dict[str, float] = {}  # when a worker that is to come was first missed, unix seconds
+        self._first = ""  # the model of those that are named without one; empty: nobody knows
+        self._told: set[str] = set()  # models of which the log says that they have no deployment
 
     async def starting(self, model: str) -> list[Worker]:
         """Replicas that are asked for and are no members yet."""
@@ -63,7 +70,9 @@ class KubernetesActuator:
     async def add(self, model: str, role: Role) -> None:
         """One replica more."""
         if (deployment := self._of(model).get(role)) is None:
-            raise ActuatorFailed(f"planner_deployments names none for {role} workers of {model}")
+            others = f": those without a model are of {self._first}" if self._first not in ("", model) else ""
+            told = f"planner_deployments names none for {role} workers of {model}{others}"
+            raise ActuatorFailed(f"{told}; name one as {model}/{role}=NAME")
         await self._scale(deployment, await self._replicas(deployment) + 1)
 
     async def remove(self, name: str, member: cluster_pb2.Member | None) -> None:
@@ -104,10 +113,30 @@ class KubernetesActuator:
         return member.role != "prefill" or len(left) > 1 or elsewhere
 
     def _of(self, model: str) -> dict[Role, str]:
-        return self._deployments.get(model, self._deployments.get("", {}))
+        if (own := self._deployments.get(model)) is not None:
+            return own
+        shared = self._deployments.get("", {})
+        if self._is_first(model, shared.values()):
+            return shared
+        if model not in self._told:
+            self._told.add(model)
+            log.warning("planner_deployments names none for a model: its workers stay as many as they are", model=model)
+        return {}
+
+    def _is_first(self, model: str, deployments: Collection[str]) -> bool:
+        """Whether the deployments without a model are its: as their workers say, or, without any, as it asks first."""
+        members = self._state.members(*ROLES)
+        within = {member.model.name for member in members if _deployment_of(member.name) in deployments}
+        if within and self._first not in within:
+            self._first = min(within)
+        elsewhere = any(member.model.name == model for member in members)
+        if not (self._first or within or elsewhere):
+            self._first = model
+        return self._first == model
 
     def _members(self, deployment: str, model: str) -> list[cluster_pb2.Member]:
-        members = self._state.members(*ROLES)
+        """Those that count among its replicas: Kubernetes counts none that it has told to end."""
+        members = [member for member in self._state.members(*ROLES) if not member.leaving]
         return [m for m in members if _deployment_of(m.name) == deployment and m.model.name == model]
 
     async def _replicas(self, deployment: str) -> int:

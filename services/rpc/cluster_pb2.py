@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservices/rpc/cluster.proto\x12\ttandem.v1\"\xe1\x02\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\x16\n\x0etokens_address\x18\x05 \x01(\t\x12\x16\n\x0e\x65vents_address\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0c\n\x04host\x18\x08 \x01(\t\x12#\n\x05model\x18\t \x01(\x0b\x32\x14.tandem.v1.ModelCard\x12\x1d\n\x04load\x18\n \x01(\x0b\x32\x0f.tandem.v1.Load\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x0c \x01(\x08\x12\x0f\n\x07\x66\x65tches\x18\r \x01(\x08\x12\r\n\x05sends\x18\x0e \x01(\x08\x12\r\n\x05tiers\x18\x0f \x03(\t\x12\x0b\n\x03gpu\x18\x10 \x01(\t\x12\x0c\n\x04gpus\x18\x11 \x01(\r\x12\x15\n\rstart_seconds\x18\x12 \x01(\x01\"\x92\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bhash_vector\x18\x07 \x01(\x0c\"\xa0\x04\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x1a\n\x12waiting_for_blocks\x18\x05 \x01(\r\x12&\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12$\n\x17\x66\x65tch_tokens_per_second\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12N\n\x19restore_tokens_per_second\x18\x0f \x03(\x0b\x32+.tandem.v1.Load.RestoreTokensPerSecondEntry\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x16\n\x0e\x66\x65tched_tokens\x18\x0b \x01(\x04\x12\x17\n\x0frestored_tokens\x18\r \x01(\x04\x12\x1e\n\x05links\x18\x0c \x03(\x0b\x32\x0f.tandem.v1.Link\x1a=\n\x1bRestoreTokensPerSecondEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x1c\n\x1a_prefill_tokens_per_secondB\x1a\n\x18_fetch_tokens_per_secondJ\x04\x08\x0e\x10\x0f\"I\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x11\n\ttransfers\x18\x04 \x01(\x04\"\x10\n\x0eMetricsRequest\"\x1c\n\x0cMetricsReply\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x32\x45\n\x04Node\x12=\n\x07Metrics\x12\x19.tandem.v1.MetricsRequest\x1a\x17.tandem.v1.MetricsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aservices/rpc/cluster.proto\x12\ttandem.v1\"\xf2\x02\n\x06Member\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x14\n\x0cgrpc_address\x18\x04 \x01(\t\x12\x16\n\x0etokens_address\x18\x05 \x01(\t\x12\x16\n\x0e\x65vents_address\x18\x06 \x01(\t\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0c\n\x04host\x18\x08 \x01(\t\x12#\n\x05model\x18\t \x01(\x0b\x32\x14.tandem.v1.ModelCard\x12\x1d\n\x04load\x18\n \x01(\x0b\x32\x0f.tandem.v1.Load\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x0e\n\x06\x61sleep\x18\x0c \x01(\x08\x12\x0f\n\x07\x66\x65tches\x18\r \x01(\x08\x12\r\n\x05sends\x18\x0e \x01(\x08\x12\r\n\x05tiers\x18\x0f \x03(\t\x12\x0b\n\x03gpu\x18\x10 \x01(\t\x12\x0c\n\x04gpus\x18\x11 \x01(\r\x12\x15\n\rstart_seconds\x18\x12 \x01(\x01\x12\x0f\n\x07leaving\x18\x13 \x01(\x08\"\x92\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x13\n\x0bhash_vector\x18\x07 \x01(\x0c\"\xa0\x04\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x1a\n\x12waiting_for_blocks\x18\x05 \x01(\r\x12&\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12$\n\x17\x66\x65tch_tokens_per_second\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12N\n\x19restore_tokens_per_second\x18\x0f \x03(\x0b\x32+.tandem.v1.Load.RestoreTokensPerSecondEntry\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x16\n\x0e\x66\x65tched_tokens\x18\x0b \x01(\x04\x12\x17\n\x0frestored_tokens\x18\r \x01(\x04\x12\x1e\n\x05links\x18\x0c \x03(\x0b\x32\x0f.tandem.v1.Link\x1a=\n\x1bRestoreTokensPerSecondEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x1c\n\x1a_prefill_tokens_per_secondB\x1a\n\x18_fetch_tokens_per_secondJ\x04\x08\x0e\x10\x0f\"I\n\x04Link\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\tconnector\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x11\n\ttransfers\x18\x04 \x01(\x04\"\x10\n\x0eMetricsRequest\"\x1c\n\x0cMetricsReply\x12\x0c\n\x04text\x18\x01 \x01(\x0c\x32\x45\n\x04Node\x12=\n\x07Metrics\x12\x19.tandem.v1.MetricsRequest\x1a\x17.tandem.v1.MetricsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOAD_RESTORETOKENSPERSECONDENTRY']._loaded_options = None
   _globals['_LOAD_RESTORETOKENSPERSECONDENTRY']._serialized_options = b'8\001'
   _globals['_MEMBER']._serialized_start=42
-  _globals['_MEMBER']._serialized_end=395
-  _globals['_MODELCARD']._serialized_start=398
-  _globals['_MODELCARD']._serialized_end=544
-  _globals['_LOAD']._serialized_start=547
-  _globals['_LOAD']._serialized_end=1091
-  _globals['_LOAD_RESTORETOKENSPERSECONDENTRY']._serialized_start=966
-  _globals['_LOAD_RESTORETOKENSPERSECONDENTRY']._serialized_end=1027
-  _globals['_LINK']._serialized_start=1093
-  _globals['_LINK']._serialized_end=1166
-  _globals['_METRICSREQUEST']._serialized_start=1168
-  _globals['_METRICSREQUEST']._serialized_end=1184
-  _globals['_METRICSREPLY']._serialized_start=1186
-  _globals['_METRICSREPLY']._serialized_end=1214
-  _globals['_NODE']._serialized_start=1216
-  _globals['_NODE']._serialized_end=1285
+  _globals['_MEMBER']._serialized_end=412
+  _globals['_MODELCARD']._serialized_start=415
+  _globals['_MODELCARD']._serialized_end=561
+  _globals['_LOAD']._serialized_start=564
+  _globals['_LOAD']._serialized_end=1108
+  _globals['_LOAD_RESTORETOKENSPERSECONDENTRY']._serialized_start=983
+  _globals['_LOAD_RESTORETOKENSPERSECONDENTRY']._serialized_end=1044
+  _globals['_LINK']._serialized_start=1110
+  _globals['_LINK']._serialized_end=1183
+  _globals['_METRICSREQUEST']._serialized_start=1185
+  _globals['_METRICSREQUEST']._serialized_end=1201
+  _globals['_METRICSREPLY']._serialized_start=1203
+  _globals['_METRICSREPLY']._serialized_end=1231
+  _globals['_NODE']._serialized_start=1233
+  _globals['_NODE']._serialized_end=1302
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining", "asleep", "fetches", "sends", "tiers", "gpu", "gpus", "start_seconds")
+    __slots__ = ("name", "role", "incarnation", "grpc_address", "tokens_address", "events_address", "pid", "host", "model", "load", "draining", "asleep", "fetches", "sends", "tiers", "gpu", "gpus", "start_seconds", "leaving")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class Member(_message.Message):
     GPU_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
     START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     incarnation: str
@@ -44,7 +45,8 @@ class Member(_message.Message):
     gpu: str
     gpus: int
     start_seconds: float
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., asleep: _Optional[bool] = ..., fetches: _Optional[bool] = ..., sends: _Optional[bool] = ..., tiers: _Optional[_Iterable[str]] = ..., gpu: _Optional[str] = ..., gpus: _Optional[int] = ..., start_seconds: _Optional[float] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[str] = ..., grpc_address: _Optional[str] = ..., tokens_address: _Optional[str] = ..., events_address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., asleep: _Optional[bool] = ..., fetches: _Optional[bool] = ..., sends: _Optional[bool] = ..., tiers: _Optional[_Iterable[str]] = ..., gpu: _Optional[str] = ..., gpus: _Optional[int] = ..., start_seconds: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
     __slots__ = ("name", "fingerprint", "layout", "block_size", "max_model_len", "num_blocks", "hash_vector")

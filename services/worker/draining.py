@@ -59,6 +59,11 @@ class DrainService(worker_pb2_grpc.DrainServicer):
             await self.set(False)
         return worker_pb2.UndrainReply()
 
+    async def leave(self) -> None:
+        """As `set(True)`, for good."""
+        self._member.leaving = True
+        await self.set(True)
+
     async def set(self, draining: bool) -> None:
         """Whether this worker is closed to new requests and transfers; routers are told."""
         self._member.draining = self._sender.draining = self._service.draining = draining

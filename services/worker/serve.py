@@ -372,7 +372,7 @@ class Worker:
     async def _drain(self, rpc: RpcServer) -> None:
         """Unready first, then finish what runs, then transfers."""
         await rpc.set_healthy(False)
-        await self._draining.set(True)
+        await self._draining.leave()
         deadline = time.monotonic() + self._config.drain_seconds
         unfinished = await self._service.drain(self._config.drain_seconds)
         while self._sender.num_transfers and time.monotonic() < deadline:

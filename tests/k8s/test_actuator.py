@@ -104,3 +104,48 @@ async def test_without_the_right_to_patch_pods_kubernetes_chooses_unless_nobody_
 def test_what_names_no_deployment_is_refused(deployments: str) -> None:
     with pytest.raises(ConfigError, match="planner_deployments"):
         KubernetesActuator(ClusterState("redis://127.0.0.1:1/0", "tandem"), deployments)
+
+
+def worker(name: str, model: str, **fields: bool) -> cluster_pb2.Member:
+    member = cluster_pb2.Member(name=name, role="decode", incarnation=name, **fields)
+    member.model.name = model
+    return member
+
+
+async def test_a_pod_that_ends_is_no_replica_and_one_that_only_drains_is(tmp_path: Path) -> None:
+    state = Known("redis://127.0.0.1:1/0", "tandem")
+    async with fake_kubernetes() as server:
+        from lightkube.resources.apps_v1 import Deployment
+
+        kube = client(server, tmp_path)
+        await kube.create(Deployment.from_dict(deployment("tandem-decode", 2)))
+        actuator = KubernetesActuator(state, "decode=tandem-decode", kube)
+        stays = worker("tandem-decode-7c5d-a", "model")
+        state.known = [stays, worker("tandem-decode-7c5d-b", "model", draining=True)]
+        assert not await actuator.starting("model")
+        state.known = [stays, worker("tandem-decode-7c5d-b", "model", draining=True, leaving=True)]
+        assert len(await actuator.starting("model")) == 1  # the one that Kubernetes starts in its place
+        await actuator.close()
+
+
+async def test_another_model_without_deployments_of_its_own_gets_none_of_the_firsts(tmp_path: Path) -> None:
+    state = Known("redis://127.0.0.1:1/0", "tandem")
+    async with fake_kubernetes() as server:
+        from lightkube.resources.apps_v1 import Deployment
+
+        kube = client(server, tmp_path)
+        await kube.create(Deployment.from_dict(deployment("tandem-decode", 2)))
+        actuator = KubernetesActuator(state, "decode=tandem-decode", kube)
+        state.known = [worker("tandem-decode-7c5d-a", "second"), worker("elsewhere-0", "first")]
+        assert await actuator.starting("first") == []
+        with pytest.raises(ActuatorFailed, match=r"those without a model are of second; name one as first/decode=NAME"):
+            await actuator.add("first", "decode")
+        assert replicas(server, "tandem-decode") == 2
+        assert len(await actuator.starting("second")) == 1
+        state.known = []  # at rest it is still the one that had them
+        assert await actuator.starting("first") == [] and len(await actuator.starting("second")) == 2
+        # Nobody has a worker in them yet: who has some elsewhere is not the one.
+        fresh = KubernetesActuator(state, "decode=tandem-decode", kube)
+        state.known = [worker("elsewhere-0", "first")]
+        assert await fresh.starting("first") == [] and len(await fresh.starting("second")) == 2
+        await actuator.close()
