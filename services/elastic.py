@@ -8,7 +8,7 @@ from typing import Protocol
 
 import structlog
 
-from services.parts import WORKER_ROLES, Part
+from services.parts import WORKER_ROLES, Part, named
 from services.planner.wanted import Wanted, Wish
 from services.redis_client import REDIS_ERRORS
 from services.supervisor import Child, Supervisor
@@ -27,8 +27,8 @@ class Workers(Protocol):
         ...
 
     @property
-    def names(self) -> set[str]:
-        """Workers that run, start, or are about to end."""
+    def models(self) -> dict[str, str]:
+        """By the name of each worker that runs, starts, or is about to end: its model."""
         ...
 
     async def run(self, name: str, role: str, like: int) -> None:
@@ -44,13 +44,13 @@ class Wishes:
     """Brings workers to what is wished, again and again.
 
     A new worker is like the first one of its role and model, or like any of its model. `most`: workers that there may
-    be; 0: as many as there were at the start. So nobody who can write to the cluster state fills the machine.
+    be of a model; 0: as many as it had at the start. So nobody who can write to the cluster state fills the machine.
     """
 
     def __init__(self, wanted: Wanted, workers: Workers, most: int) -> None:
         self._wanted = wanted
         self._workers = workers
-        self._most = most or len(workers.kinds)
+        self._most = most
 
     async def follow(self) -> None:
         """Until cancelled."""
@@ -70,16 +70,17 @@ class Wishes:
 
     async def _fulfil(self, wishes: dict[str, Wish]) -> None:
         for name, wish in wishes.items():
-            names = self._workers.names
-            if wish.what == "end" and name in names:
+            models = self._workers.models
+            if wish.what == "end" and name in models:
                 self._workers.end(name)
-            elif wish.what == "run" and name not in names and (like := self._like(wish, len(names))) is not None:
+            elif wish.what == "run" and name not in models and (like := self._like(wish)) is not None:
                 await self._workers.run(name, wish.role, like)
 
-    def _like(self, wish: Wish, running: int) -> int | None:
-        """What the worker is like. None: there is no such model here, or there are enough workers."""
+    def _like(self, wish: Wish) -> int | None:
+        """What the worker is like. None: there is no such model here, or it has enough workers."""
         alike = [number for number, (_, model) in enumerate(self._workers.kinds) if model == wish.model]
-        if wish.role not in WORKER_ROLES or not alike or running >= self._most:
+        running = sum(model == wish.model for model in self._workers.models.values())
+        if wish.role not in WORKER_ROLES or running >= (self._most or len(alike)):
             return None
         return next((number for number in alike if self._workers.kinds[number][0] == wish.role), alike[0])
 
@@ -89,24 +90,32 @@ class ChildWorkers:
 
     def __init__(self, supervisor: Supervisor, parts: list[Part], child: Callable[[str, Part], Child]) -> None:
         self._supervisor = supervisor
-        self._parts = [part for part in parts if part.role in WORKER_ROLES]
+        of_start = [(name, part) for name, part in named(parts) if part.role in WORKER_ROLES]
+        self._parts = [part for _, part in of_start]
+        self._models = {name: _model(part) for name, part in of_start}
         self._child = child
 
     @property
     def kinds(self) -> list[tuple[str, str]]:
         """As `Workers` says."""
-        return [(part.role, str(part.own.get("model_name"))) for part in self._parts]
+        return [(part.role, _model(part)) for part in self._parts]
 
     @property
-    def names(self) -> set[str]:
+    def models(self) -> dict[str, str]:
         """As `Workers` says; what is no worker is left out, so that nobody wishes a router away."""
-        return {each.name for each in self._supervisor.children if each.name.rpartition("-")[0] in WORKER_ROLES}
+        names = {each.name for each in self._supervisor.children}
+        return {name: model for name, model in self._models.items() if name in names}
 
     async def run(self, name: str, role: str, like: int) -> None:
         """As `Workers` says."""
         part = self._parts[like]
         await self._supervisor.add(self._child(name, Part(role, part.own, part.model)))
+        self._models[name] = _model(part)
 
     def end(self, name: str) -> None:
         """As `Workers` says."""
         self._supervisor.remove(next(each for each in self._supervisor.children if each.name == name))
+
+
+def _model(part: Part) -> str:
+    return str(part.own.get("model_name"))

@@ -72,7 +72,7 @@ async def _run(plan: RayPlan) -> None:
     workers, following = RayWorkers(plan, _examine), None
     try:
         await asyncio.to_thread(workers.begin)
-        if plan.most_workers:
+        if plan.most_workers is not None:
             config = load(ClusterConfig, {}, config_file())
             wishes = Wishes(Wanted(config.state, config.cluster), workers, plan.most_workers)
             following = asyncio.create_task(wishes.follow())

@@ -34,7 +34,7 @@ class RayPlan(msgspec.Struct, frozen=True):
     address: str  # ray://HOST:PORT; empty: $RAY_ADDRESS, else the cluster that this machine is part of
     strategy: Literal["spread", "pack"]
     workers: list[RayWorkerPlan]
-    most_workers: int = 0  # that the planner's wishes may make of them; 0: wishes are not followed
+    most_workers: int | None = None  # of a model, as `Wishes` takes it; None: the planner's wishes are not followed
 
 
 def check_address(on: str) -> str:

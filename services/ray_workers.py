@@ -69,12 +69,12 @@ class RayWorkers:
     @property
     def kinds(self) -> list[tuple[str, str]]:
         """Role and model of each worker of the plan."""
-        return [(worker.role, worker.settings.get("model_name", "")) for worker in self._plan.workers]
+        return [(worker.role, _model(worker)) for worker in self._plan.workers]
 
     @property
-    def names(self) -> set[str]:
-        """Workers that run, start, wait for a place, are about to end, or cannot run."""
-        return set(self._workers)
+    def models(self) -> dict[str, str]:
+        """By the name of each worker that runs, starts, waits for a place, is about to end or cannot run: its model."""
+        return {name: _model(worker.plan) for name, worker in self._workers.items()}
 
     def begin(self) -> None:
         """Finds places for the plan's workers, or raises CannotRun."""
@@ -174,6 +174,10 @@ class RayWorkers:
         group = placement_group(bundles, strategy=self._plan.strategy.upper(), name=name)
         self._groups.append(group)
         return group
+
+
+def _model(worker: RayWorkerPlan) -> str:
+    return worker.settings.get("model_name", "")
 
 
 def _answer(call: Any, name: str) -> str:

@@ -141,7 +141,7 @@ async def up(options: UpOptions) -> None:
             children.append(make.child(name, part))
         if options.on:
             workers = _ray_workers(parts, sources)
-            most = (settings["planner_workers"] or len(workers)) if follows_wishes else 0
+            most = settings["planner_workers"] if follows_wishes else None
             plan = RayPlan(ray_address, options.ray_strategy, workers, most)
             children.append(_ray_launcher(plan, environment))
         supervisor = Supervisor(children, output.event, output.line)

@@ -45,4 +45,4 @@ async def test_who_is_wished_away_while_its_node_is_looked_at_is_not_started(mon
     monkeypatch.setattr(ray_workers, "_answer", answer)
     loop.call_later(0.2, stop.set)
     await asyncio.wait_for(workers.watch(stop), 5)
-    assert not nodes.made and not workers.names and workers._free == [place]
+    assert not nodes.made and not workers.models and workers._free == [place]
