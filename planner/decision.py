@@ -57,12 +57,12 @@ class Option(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What came of a decision, told by who carried it out and by later windows."""
+    """What came of a decision, told by who carried it out and by the next window."""
 
-    at: float  # unix seconds
+    at: float  # unix seconds, of the latest news
     done: int = 0  # actions that succeeded
     failed: tuple[str, ...] = ()  # an error for each other one
-    attained: float = NAN  # share of requests within the objectives in the window after it
+    attained: float = NAN  # share of requests that kept to the objectives in the window after it
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,6 +76,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     forecast: Forecast = Forecast()
     have: dict[Role, int] = {}  # workers that are ready
     coming: dict[Role, int] = {}  # workers that start
+    most: int = 0  # GPUs of the workers that there were at once, as far as planners remember
     needed: int = 0  # GPUs of the smallest deployment that would do
     options: tuple[Option, ...] = ()
     chosen: Option | None = None

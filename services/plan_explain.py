@@ -100,8 +100,10 @@ def _picture(decision: "Decision") -> "Group":
         lines.append(f"shed: {100 * decision.shed:.0f} % of the requests, those of the highest priority numbers first")
     if decision.held:
         lines.append(f"held: {decision.held}")
-    if (outcome := decision.outcome) is not None:
+    if (outcome := decision.outcome) is not None and decision.mode == "act" and decision.actions:
         lines += [f"done: {outcome.done} of {len(decision.actions)}", *outcome.failed]
+    if outcome is not None and not math.isnan(outcome.attained):
+        lines.append(f"then {_share(outcome.attained)} kept to the objectives, in the window after it")
     return Group(*lines, facts, options, "")
 
 

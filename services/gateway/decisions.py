@@ -15,12 +15,13 @@ _MOST = 1000
 
 
 class Decisions:
-    """Of all models that workers have. `url` and `cluster`: of the cluster state."""
+    """Of all models that workers have, and of those `served` that have no worker. `url`, `cluster`: of the state."""
 
-    def __init__(self, state: ClusterState, url: str, cluster: str) -> None:
+    def __init__(self, state: ClusterState, url: str, cluster: str, served: tuple[str, ...]) -> None:
         self._state = state
         self._url = url
         self._cluster = cluster
+        self._served = served
 
     def routes(self) -> list[BaseRoute]:
         """For the admin port."""
@@ -38,9 +39,9 @@ class Decisions:
         from planner.decision import to_line
         from services.planner.journal import Journal
 
-        members = self._state.members("prefill", "decode", "aggregated")
+        there = {member.model.name for member in self._state.members("prefill", "decode", "aggregated")}
         found = {}
-        for model in sorted({member.model.name for member in members}):
+        for model in sorted(there.union(self._served)):
             journal = Journal(self._url, self._cluster, model)
             try:
                 lines = [msgspec.Raw(to_line(decision)) for decision in await journal.latest(last)]
@@ -48,5 +49,6 @@ class Decisions:
                 raise ApiError(503, "The cluster state does not answer", code="no_cluster_state") from error
             finally:
                 await journal.close()
-            found[model] = lines
+            if lines or model in there:
+                found[model] = lines
         return msgspec.json.encode(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -25,6 +26,7 @@ from services.gateway.errors import (
 )
 from services.gateway.formats import ChatFormat, CompletionFormat, Format, Head
 from services.gateway.generation import Generation, Plan, Running
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models, TextModel
 from services.gateway.openai_types import ChatRequest, CompletionRequest
 from services.gateway.prompts import check_messages, check_prompts
@@ -39,11 +41,12 @@ Started = tuple[Generation, Callable[[], None]]  # and what to call when it has 
 class Intake:
     """Turns bodies into generations, at most `max_in_flight` sequences at a time."""
 
-    def __init__(self, config: GatewayConfig, models: Models, running: Running) -> None:
+    def __init__(self, config: GatewayConfig, models: Models, running: Running, metrics: GatewayMetrics) -> None:
         self.in_flight = 0  # sequences
         self._config = config
         self._models = models
         self._running = running
+        self._metrics = metrics
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatRequest)
 
@@ -51,12 +54,12 @@ class Intake:
         """A generation for a body of /v1/completions, and what to call when it has ended. Raises ApiError."""
         request = validation.decode(body, self._completion)
         text = self._models.of(request.model)
-        card, room = self._card(text)
+        known = self._running.placements.card(text.name)
         options = validation.completion_options(request, text.vocab_size)
         _check_priority(options, tenant)
-        prompts = check_prompts(request, options.n, text.vocab_size, room)
+        prompts = check_prompts(request, options.n, text.vocab_size, _room(known))
 
-        async def tokenise() -> Generation:
+        async def tokenise(card: cluster_pb2.ModelCard) -> Generation:
             ids = [prompt if isinstance(prompt, list) else await _encode(text, prompt) for prompt in prompts]
             plan = self._plan(
                 "cmpl-", "prompt", ids, options, CompletionFormat(text.tokenizer, options), text, card, request.model,
@@ -64,21 +67,21 @@ class Intake:
             )  # fmt: skip
             return Generation(plan, self._running, text.tokenizer)
 
-        return await self._admitted(len(prompts) * options.n, tokenise)
+        return await self._admitted(text.name, known, len(prompts) * options.n, tokenise)
 
     async def chat(self, body: bytes, tenant: Tenant, session: str = "") -> Started:
         """A generation for a body of /v1/chat/completions, and what to call when it has ended. Raises ApiError."""
         request = validation.decode(body, self._chat)
         text = self._models.of(request.model)
-        card, room = self._card(text)
+        known = self._running.placements.card(text.name)
         options = validation.chat_options(request, text.vocab_size)
         _check_priority(options, tenant)
-        messages = check_messages(request, room)
+        messages = check_messages(request, _room(known))
         template = text.template
         if template is None:
             raise invalid("this model has no chat template; use /v1/completions", "messages", "no_chat_template")
 
-        async def tokenise() -> Generation:
+        async def tokenise(card: cluster_pb2.ModelCard) -> Generation:
             size = sum(len(message["content"]) for message in messages)
             try:
                 ids = await _maybe_threaded(size, lambda: chat_prompt(text.tokenizer, template, messages))
@@ -90,19 +93,23 @@ class Intake:
             )  # fmt: skip
             return Generation(plan, self._running, text.tokenizer)
 
-        return await self._admitted(options.n, tokenise)
+        return await self._admitted(text.name, known, options.n, tokenise)
 
     # Inside
 
-    def _card(self, text: TextModel) -> tuple[cluster_pb2.ModelCard, int]:
-        """What workers say of the model, and the tokens that prompt and output may have together."""
-        card = self._running.placements.card(text.name)
+    async def _admitted(
+        self,
+        model: str,
+        card: cluster_pb2.ModelCard | None,
+        count: int,
+        tokenise: Callable[[cluster_pb2.ModelCard], Awaitable[Generation]],
+    ) -> Started:
+        """The planner hears of who is refused here, too: perhaps it is the first request for a model at rest."""
         if card is None:
-            raise unavailable(f"No worker of the model `{text.name}` has come up yet")
-        return card, min(card.max_model_len, card.num_blocks * card.block_size)
-
-    async def _admitted(self, count: int, tokenise: Callable[[], Awaitable[Generation]]) -> Started:
+            self._metrics.turned_away.labels(model).inc(count)
+            raise unavailable(f"No worker of the model `{model}` has come up yet")
         if self.in_flight + count > self._config.max_in_flight:
+            self._metrics.turned_away.labels(model).inc(count)
             raise overloaded(f"More than {self._config.max_in_flight} sequences are under way; try again later")
         self.in_flight += count
 
@@ -110,7 +117,7 @@ class Intake:
             self.in_flight -= count
 
         try:
-            return await tokenise(), release
+            return await tokenise(card), release
         except BaseException:
             release()
             raise
@@ -130,7 +137,7 @@ class Intake:
         *,
         ignore_eos: bool,
     ) -> Plan:
-        room = min(card.max_model_len, card.num_blocks * card.block_size)
+        room = _room(card)
         for ids in prompts:
             if not ids:
                 raise invalid(f"{param} has no tokens", param, "empty_prompt")
@@ -149,6 +156,11 @@ class Intake:
             cache_salt=_cache_salt(tenant.cache, options.cache_salt),
             deadline=time.monotonic() + self._config.request_timeout,
         )
+
+
+def _room(card: cluster_pb2.ModelCard | None) -> int:
+    """Tokens that prompt and output may have together; without a card nobody knows a bound."""
+    return sys.maxsize if card is None else min(card.max_model_len, card.num_blocks * card.block_size)
 
 
 def _check_priority(options: Options, tenant: Tenant) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -54,6 +54,12 @@ class GatewayMetrics:
         self.choices = Counter(
             "tandem_choices", "Choices of accepted requests (prompts x n)", ["model"], registry=registry
         )
+        self.turned_away = Counter(
+            "tandem_choices_turned_away",
+            "Choices of valid requests for which no worker was known yet, or that were more than max_in_flight",
+            ["model"],
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "tandem_request_prompt_tokens", "Prompt tokens of accepted requests", ["model"], registry=registry
         )
@@ -91,6 +97,12 @@ class GatewayMetrics:
             self.requests.labels(outcome)
         for why in REFUSALS:
             self.refused.labels(why)
+
+    def serves(self, models: Iterable[str]) -> None:
+        """Begins at 0 for each of these: so the planner knows of a model for which nobody has asked yet."""
+        for model in models:
+            self.choices.labels(model)
+            self.turned_away.labels(model)
 
 
 class RequestRecord:

@@ -66,6 +66,7 @@ async def serve(config: GatewayConfig) -> None:
     key = key_of(config)
     incarnation = new_incarnation()
     metrics = GatewayMetrics()
+    metrics.serves(models)
     state = ClusterState(config.state, config.cluster)
     await state.connect()
     rpc = RpcServer(config.bind, config.rpc_port, key, metrics.registry)
@@ -74,12 +75,12 @@ async def serve(config: GatewayConfig) -> None:
     running = Running(placements, tokens, incarnation)
     state.on_silence(running.was_silent)
     state.on_change(models.on_change)
-    intake = Intake(config, models, running)
+    intake = Intake(config, models, running, metrics)
     rates = Rates(lambda: len(state.members("gateway")))
     app = build_app(config, models, intake, placements, Pins(state, placements))
     server = _server(Access(app, keys, rates, metrics), config.drain_seconds)
     live = LiveState(config.cluster, incarnation, tuple(models), state, placements, metrics, running.waterfalls)
-    decisions = Decisions(state, config.state, config.cluster)
+    decisions = Decisions(state, config.state, config.cluster, tuple(models))
     console = Console(live, decisions, Access(app, ApiKeys(""), rates, metrics))
     admin = _server(
         AdminAccess(build_admin(incarnation, state, placements, console, decisions), config.admin_key, metrics),

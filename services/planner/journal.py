@@ -39,7 +39,8 @@ class Journal:
 
     async def latest(self, count: int) -> list[Decision]:
         """Up to so many, oldest first. Raises one of REDIS_ERRORS."""
-        entries: Any = await self._redis.xrevrange(self._key, count=2 * count)  # each is told again with its outcome
+        # Each is told again with what became of its actions, and with what came of it.
+        entries: Any = await self._redis.xrevrange(self._key, count=3 * count)
         lines: list[bytes] = [fields[b"decision"] for _, fields in reversed(entries) if b"decision" in fields]
         return latest(lines)[-count:]
 

@@ -29,6 +29,7 @@ log = structlog.get_logger()
 _ANSWER_SECONDS = 1.0
 _TOTALS = {
     "tandem_choices_total": "choices",
+    "tandem_choices_turned_away_total": "turned_away",
     "tandem_request_prompt_tokens_total": "prompt_tokens",
     "tandem_answers_total": "answers",
     "tandem_answer_tokens_total": "answer_tokens",
@@ -138,13 +139,14 @@ class Observer:
         state.on_change(self._heard)
 
     async def windows(self, models: Iterable[str]) -> dict[str, Window]:
-        """What came since the call before, by model. Nothing is known at the first one."""
+        """What came since the call before, of these models and those that gateways serve. Nothing is known at first."""
         now, is_first = time.monotonic(), not self._read_at
         seconds, self._read_at = now - self._read_at, now
         came, queued = await asyncio.gather(self._came(is_first), self._queued())
         cached = self._cached()
         windows = {}
-        for model in models:
+        served = (model for told in self._gateways.values() if told is not None for model in told)
+        for model in sorted({*models, *served}):
             batches = self._batches.pop(model, [])
             told = {} if came is None or is_first else self._of_requests(came.get(model, Counted()), cached.get(model))
             windows[model] = Window(
@@ -167,7 +169,7 @@ class Observer:
         # Who keeps to one is taken to keep to the other as often as anybody.
         attained = math.prod(share for share in under if not math.isnan(share)) if not math.isnan(under[0]) else NAN
         return {
-            "arrivals": totals["choices"],
+            "arrivals": totals["choices"] + totals["turned_away"],
             "prompt_tokens": prompt,
             "cached_tokens": NAN if reused is None else prompt * reused,
             "output_tokens": _ratio(totals["answer_tokens"], totals["answers"]),

@@ -24,7 +24,7 @@ from planner.control import Controller, ControlSettings
 from planner.decision import Action, Decision, Outcome
 from planner.fitting import Profile
 from planner.offer import Offer
-from planner.window import NAN, ROLES, Pools, Role, Window, Worker
+from planner.window import NAN, ROLES, Pools, Role, Window, Worker, measured
 from services.cluster_state import ClusterState
 from services.config import ConfigError, PlannerConfig
 from services.lease import Lease
@@ -109,20 +109,22 @@ class Planner:
             await rpc.stop()
 
     async def _tick(self) -> None:
-        """One decision for each model that workers have, or had."""
+        """One decision for each model that workers have, or had, or that is to be woken by requests."""
         there = {member.grpc_address for member in self._state.members()}
         for address in self._channels.keys() - there:
             await self._channels.pop(address).close()
-        members = self._state.members("prefill", "decode", "aggregated")
-        names = sorted({member.model.name for member in members} | self._models.keys())
-        windows = await self._observer.windows(names)
-        for name in names:
-            await self._about(name, windows[name])
+        served = {member.model.name for member in self._state.members(*ROLES)}
+        windows = await self._observer.windows(served | self._models.keys())
+        for name, window in windows.items():
+            await self._about(name, window, has_workers=name in served)
 
-    async def _about(self, name: str, window: Window) -> None:
+    async def _about(self, name: str, window: Window, *, has_workers: bool) -> None:
         try:
             if (model := self._models.get(name)) is None:
+                if not has_workers and not await self._may_wake(name):
+                    return
                 model = self._models[name] = self._model(name)
+            before, model.decided = model.decided, None
             holder = await model.lease.take()
             self._metrics.leads.labels(name).set(holder == model.identity)
             if holder != model.identity:
@@ -131,6 +133,8 @@ class Planner:
                 return
             if not model.leads:
                 await self._take_over(model)
+            if before is not None and measured(window.attained):
+                await self._tell_what_came(model, before, window)
             if not window.seconds or time.monotonic() < model.begins:  # nothing is known, or the cluster starts
                 return
             pools = await self._pools(name)
@@ -143,7 +147,28 @@ class Planner:
             log.warning("the planner holds: nobody says which workers start", error=str(error))
             self._metrics.holds.labels("actuator").inc()
             return
-        await self._see_to(model, model.controller.decide(window, pools, time.time()))
+        decision = model.controller.decide(window, pools, time.time())
+        await self._see_to(model, msgspec.structs.replace(decision, most=model.most))
+
+    async def _may_wake(self, name: str) -> bool:
+        """Whether a model that only gateways know is at rest, rather than about to start.
+
+        Kubernetes tells of workers that start. `tandem up` does not tell of its first ones: so there the planner before
+        must have seen it at rest. Raises one of REDIS_ERRORS.
+        """
+        journal = Journal(self._config.state, self._config.cluster, name)
+        try:
+            before = await journal.latest(1)
+        finally:
+            await journal.close()
+        if self._config.planner_actuator == "kubernetes":
+            return bool(before) or bool(self._config.planner_minimum)
+        return self._zero_is_asked and bool(before) and not any(before[-1].have.values())
+
+    @property
+    def _zero_is_asked(self) -> bool:
+        minimum = _numbers(self._config.planner_minimum)
+        return bool(minimum) and not sum(minimum.values())
 
     def _wait_for(self, holder: str, model: _Model) -> None:
         """Another planner decides. Raises PlannerRefused if it has other settings."""
@@ -171,6 +196,10 @@ class Planner:
         if before:
             model.controller = self._controller(model.name)
             model.controller.restore(before)
+            model.most = max(model.most, *(decision.most for decision in before))
+            if size := next((each.chosen.tensor_parallel for each in reversed(before) if each.chosen is not None), 0):
+                offers = tuple(msgspec.structs.replace(offer, gpus=size) for offer in self._settings.offers)
+                model.controller.settings = msgspec.structs.replace(model.controller.settings, offers=offers)
         model.begins = time.monotonic() + (0.0 if before else _FIRST_INTERVALS * self._config.planner_interval)
         model.leads = True
 
@@ -181,6 +210,7 @@ class Planner:
         """Carries a decision out, if that is wanted, and tells it."""
         self._metrics.decided(decision)
         await model.journal.write(decision)
+        model.decided = decision
         if decision.actions:
             log.info("decided", model=model.name, actions=[str(each) for each in decision.actions], why=decision.reason)
         if decision.mode != "act":
@@ -208,7 +238,23 @@ class Planner:
                 log.warning("an action failed", action=str(action), error=str(error))
                 break  # what follows may count on it; the next decision sees what is there
         outcome = Outcome(at=time.time(), done=done, failed=tuple(failed))
+        model.decided = msgspec.structs.replace(decision, outcome=outcome)
+        await model.journal.write(model.decided)
+
+    async def _tell_what_came(self, model: _Model, decision: Decision, window: Window) -> None:
+        """Of the decision before this window."""
+        outcome = decision.outcome or Outcome(at=window.at)
+        outcome = msgspec.structs.replace(outcome, at=window.at, attained=window.attained)
         await model.journal.write(msgspec.structs.replace(decision, outcome=outcome))
+        if decision.actions:
+            predicted = decision.chosen.attainment if decision.chosen is not None else NAN
+            log.info(
+                "came of it",
+                model=model.name,
+                decision=decision.number,
+                attained=round(window.attained, 3),
+                predicted=round(predicted, 3),
+            )
 
     async def _act(self, model: str, action: Action) -> None:
         """Raises ActuatorFailed, or one of REDIS_ERRORS."""
@@ -259,7 +305,6 @@ class Planner:
 
     def _may_go(self, member: cluster_pb2.Member, members: Sequence[cluster_pb2.Member]) -> bool:
         """Whether another worker that decodes is left, or the minimum asks for none, as decode=0 does."""
-        minimum = _numbers(self._config.planner_minimum)
         others = [
             each
             for each in members
@@ -268,7 +313,7 @@ class Planner:
             and each.role in ("decode", "aggregated")
             and not (each.draining or each.asleep)
         ]
-        return member.role == "prefill" or bool(others) or (bool(minimum) and not sum(minimum.values()))
+        return member.role == "prefill" or bool(others) or self._zero_is_asked
 
     async def _pools(self, model: str) -> Pools:
         """The workers as they are, and as they were asked for. Raises ActuatorFailed, or one of REDIS_ERRORS."""
@@ -293,12 +338,12 @@ class Planner:
                 )
             )
         sizes = {worker.role: worker.gpus for worker in workers}
-        size = max(sizes.values(), default=self._settings.offers[0].gpus)
+        held = self._models[model]
+        size = max(sizes.values(), default=held.controller.settings.offers[0].gpus)
         workers += [
             msgspec.structs.replace(each, gpus=sizes.get(each.role, size))
             for each in await self._actuator.starting(model)
         ]
-        held = self._models[model]
         held.most = max(held.most, sum(worker.gpus for worker in workers))
         return Pools(
             workers=tuple(workers),
@@ -309,9 +354,9 @@ class Planner:
         )
 
     def _settings_of(self, model: str) -> ControlSettings:
-        """With what a worker is, of those that are there: its card, size and room; else as the profile says."""
+        """With what a worker is: card, size and room of those that there are, or were; else as the profile says."""
         cards = [member for member in self._state.members(*ROLES) if member.model.name == model and member.gpus]
-        (offer,) = self._settings.offers
+        (offer,) = self._models[model].controller.settings.offers
         if cards:
             sizes = [member.gpus for member in cards]
             usual = max(sizes, key=sizes.count)
@@ -351,6 +396,7 @@ class _Model:
         self.leads = False  # this planner had the lease at the decision before
         self.begins = 0.0  # when the first decision may be, monotonic seconds
         self.most = 0  # GPUs of the workers that there were at once
+        self.decided: Decision | None = None  # in the window that ends next
 
 
 def _identity(name: str, incarnation: str) -> str:

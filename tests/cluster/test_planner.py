@@ -1,6 +1,7 @@
 """The planner of a running cluster: it adds and flips, holds where it knows nothing, and goes on after faults."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from cluster.tiny import tiny_model
 from prometheus_client import CollectorRegistry, Counter
 
 from bench.profile import card_of, members_at
+from planner.window import Role
 from services.cluster_state import ClusterState
 from services.planner.wanted import Wanted
 from services.process import new_incarnation
@@ -89,17 +91,10 @@ def test_a_planner_killed_in_mid_action_is_followed_by_one_that_goes_on(planned:
 
 def test_a_worker_that_ends_is_replaced_and_no_request_fails(planned: Cluster) -> None:
     wait(lambda: numbers(planned) == (1, 2))
-    running: RunningCluster = find(planned.url)
     old = workers(planned)["decode-1"]["incarnation"]
-
-    async def end() -> None:
-        wanted = Wanted(running.state, running.cluster)
-        await wanted.end("decode-1", planned.model, "decode")
-        await wanted.close()
-
     with Clients(planned) as clients:
         clients.wait(4)
-        asyncio.run(end())
+        asyncio.run(_end(planned, "decode-1", "decode"))
         wait(lambda: workers(planned).get("decode-1", {"incarnation": old})["incarnation"] != old)
         clients.wait(4)
     assert set(clients.statuses) == {200}
@@ -299,6 +294,42 @@ def test_decisions_are_explained(planned: Cluster) -> None:
     assert "requests/s" in text and "because" in text
     refused = httpx.get(planned.admin + "/admin/planner?last=many", timeout=10)
     assert refused.status_code == 400
+
+
+def test_a_model_at_rest_is_woken_by_a_request_though_planner_and_gateway_are_new(tmp_path: Path) -> None:
+    settings = {
+        "TANDEM_PLANNER_INTERVAL": "0.5",
+        "TANDEM_PLANNER_MINIMUM": "aggregated=0",
+        "TANDEM_PLANNER_ROLES": "aggregated",
+    }
+    options = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB", "--planner", "act")
+    cluster = start_cluster(
+        tmp_path, "--aggregated", "1", *options, model=str(tiny_model(tmp_path / "m")), env=settings
+    )
+    try:
+        wait(lambda: bool(decisions(cluster)))
+        asyncio.run(_end(cluster, "aggregated-0", "aggregated"))  # as after ten minutes without a request
+        wait(lambda: not workers(cluster) and decisions(cluster)[0]["have"]["aggregated"] == 0)
+        kill(cluster, "planner")
+        kill(cluster, "gateway")  # it knows no card of the model any more, and its counts begin at 0
+
+        def answered() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return ask(cluster, 9).status_code == 200
+            return False
+
+        wait(answered, 180)
+        assert set(workers(cluster)) == {"aggregated-0"}
+    finally:
+        stop_cluster(cluster)
+
+
+async def _end(cluster: Cluster, name: str, role: Role) -> None:
+    """As the planner has a worker end."""
+    running = find(cluster.url)
+    wanted = Wanted(running.state, running.cluster)
+    await wanted.end(name, cluster.model, role)
+    await wanted.close()
 
 
 def _member(running: RunningCluster) -> dict[str, str]:

@@ -1,33 +1,63 @@
 """The planner's process beside a cluster state: who decides, and from what it goes on."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
 
+from planner.decision import Action, Decision, Option
+from planner.window import Window
 from services.cluster_state import ClusterState
 from services.config import ConfigError, PlannerConfig
 from services.embedded_state import EmbeddedState
+from services.gateway.decisions import Decisions
+from services.gateway.metrics import GatewayMetrics
+from services.plan_explain import _picture
 from services.planner.journal import Journal
 from services.planner.serve import Planner
+from services.planner.wanted import Wanted
 from services.process import new_incarnation
 from services.rpc import cluster_pb2
+from services.rpc_server import RpcServer
 
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     """Of a store with one worker, which stays."""
     store = EmbeddedState()
-    found = ClusterState(store.url, "test")
-    await found.connect()
-    worker = cluster_pb2.Member(name="aggregated-0", role="aggregated", incarnation=new_incarnation())
-    worker.model.name = "m"
-    await found.register(worker)
-    yield store.url
-    await found.close()
+    async with member(store.url, "aggregated-0", "aggregated"):
+        yield store.url
     store.close()
+
+
+@contextlib.asynccontextmanager
+async def member(url: str, name: str, role: str, **fields: Any) -> AsyncIterator[None]:
+    """Of a store, as long as the block lasts."""
+    state = ClusterState(url, "test")
+    await state.connect()
+    added = cluster_pb2.Member(name=name, role=role, incarnation=new_incarnation(), **fields)
+    if role != "gateway":
+        added.model.name = "m"
+    await state.register(added)
+    yield
+    await state.close()
+
+
+@contextlib.asynccontextmanager
+async def gateway(url: str) -> AsyncIterator[GatewayMetrics]:
+    """One that serves `m`, or what of it a planner sees."""
+    metrics = GatewayMetrics()
+    metrics.serves(["m"])
+    rpc = RpcServer("127.0.0.1", 0, None, metrics.registry)
+    await rpc.start()
+    async with member(url, "gateway", "gateway", grpc_address=rpc.address):
+        yield metrics
+    await rpc.stop(0)
 
 
 async def planner(url: str, name: str, **settings: Any) -> Planner:
@@ -38,11 +68,23 @@ async def planner(url: str, name: str, **settings: Any) -> Planner:
     return made
 
 
-async def numbers(url: str) -> list[int]:
+async def told(url: str) -> list[Decision]:
     journal = Journal(url, "test", "m")
-    found = [decision.number for decision in await journal.latest(100)]
+    found = await journal.latest(100)
     await journal.close()
     return found
+
+
+async def tell(url: str, **fields: Any) -> None:
+    """A decision of a planner before."""
+    journal = Journal(url, "test", "m")
+    plain = Decision(number=1, at=1.0, model="m", window=Window(at=1.0, seconds=1.0), reason="told")
+    await journal.write(msgspec.structs.replace(plain, **fields))
+    await journal.close()
+
+
+async def numbers(url: str) -> list[int]:
+    return [decision.number for decision in await told(url)]
 
 
 async def end(*planners: Planner) -> None:
@@ -93,3 +135,92 @@ async def test_a_profile_by_which_nothing_can_be_divided_is_refused(wrong: str, 
     file.write_text(wrong)
     with pytest.raises(ConfigError, match="there can be"):
         Planner(PlannerConfig(state="redis://127.0.0.1:1", planner_profile=str(file)), asyncio.Event())
+
+
+AT_REST = {
+    "planner": "act",
+    "planner_actuator": "local",
+    "planner_minimum": "aggregated=0",
+    "planner_workers": 1,
+    "planner_roles": "aggregated",
+}
+
+
+@pytest.mark.parametrize("before", ["rests", "serves", "unknown"])
+async def test_a_model_at_rest_is_woken_by_whoever_decides_after_a_restart(before: str) -> None:
+    store = EmbeddedState()
+    if before != "unknown":
+        await tell(store.url, have={"aggregated": int(before == "serves")})
+    async with gateway(store.url) as metrics:
+        one = await planner(store.url, "one", **AT_REST)
+        await one._tick()
+        wanted = Wanted(store.url, "test")
+        assert not await wanted.all()
+        metrics.turned_away.labels("m").inc()
+        await one._tick()
+        # That of which nobody knows that it rests may be about to start: nothing is started twice.
+        assert [wish.what for wish in (await wanted.all()).values()] == ["run"] * (before == "rests")
+        state = ClusterState(store.url, "test")
+        shown = msgspec.json.decode(await Decisions(state, store.url, "test", ("m",)).latest(10))
+        assert len(shown.get("m", [])) == {"rests": 3, "serves": 1, "unknown": 0}[before]
+        await wanted.close()
+        await end(one)
+    store.close()
+
+
+async def test_as_many_workers_as_there_were_at_once_outlast_who_saw_them(url: str) -> None:
+    async with member(url, "aggregated-1", "aggregated", gpus=2), member(url, "aggregated-2", "aggregated", gpus=2):
+        one = await planner(url, "one")
+        one._models["m"].begins = 0.0
+        await one._tick()
+        await one._models["m"].lease.give_back()
+        await end(one)
+    assert [decision.most for decision in await told(url)] == [5]
+    again = await planner(url, "two")
+    assert (await again._pools("m")).gpus == 5
+    await end(again)
+
+
+async def test_what_a_worker_is_outlasts_the_last_one() -> None:
+    store = EmbeddedState()
+    await tell(store.url, have={"aggregated": 0}, chosen=Option(tensor_parallel=4), most=8)
+    async with gateway(store.url):
+        one = await planner(store.url, "one", **AT_REST | {"planner_workers": 3})
+        await one._tick()
+        assert (await one._pools("m")).gpus == 12
+        assert one._settings_of("m").offers[0].gpus == 4
+        await end(one)
+    store.close()
+
+
+async def test_what_came_of_a_decision_is_told_with_it(url: str) -> None:
+    async with gateway(url) as metrics:
+        one = await planner(url, "one", planner_ttft=1.0)
+        one._models["m"].begins = 0.0
+        await one._tick()
+        metrics.choices.labels("m").inc(4)
+        for seconds in (0.5, 0.5, 0.5, 2.0):
+            metrics.ttft.labels("m").observe(seconds)
+        await one._tick()
+        await one._tick()  # nothing came: of the decision before nothing is known
+        first, second, third = await told(url)
+        assert first.outcome is not None and first.outcome.attained == 0.75
+        assert second.outcome is None and third.outcome is None and second.window.attained == 0.75
+        console = Console(width=200)
+        with console.capture() as shown:
+            console.print(_picture(first))
+        assert "then 75.0 % kept to the objectives" in shown.get() and "done:" not in shown.get()
+        await end(one)
+
+
+async def test_what_came_is_told_beside_what_became_of_the_actions(url: str) -> None:
+    async with gateway(url) as metrics:
+        one = await planner(url, "one", **AT_REST | {"planner_minimum": "aggregated=2", "planner_workers": 2})
+        one._models["m"].begins = 0.0
+        await one._tick()
+        metrics.ttft.labels("m").observe(0.5)
+        await one._tick()
+        first = (await told(url))[0]
+        assert first.actions == (Action(kind="add", role="aggregated"),)
+        assert first.outcome is not None and (first.outcome.done, first.outcome.attained) == (1, 1.0)
+        await end(one)

@@ -42,7 +42,7 @@ function plan() {
   const verb = last.mode === "act" ? "" : "would ";
   $("decided").textContent = last.actions.length ? verb + last.actions.map(action).join("; ") : "nothing is to be done";
   if (last.shed) $("decided").append(element("b", `, ${Math.round(100 * last.shed)} % of the requests are to be refused`));
-  if (last.outcome) $("decided").append(element("span", `: ${last.outcome.done} of ${last.actions.length} done`, "dim"));
+  if (last.outcome && last.mode === "act" && last.actions.length) $("decided").append(element("span", `: ${last.outcome.done} of ${last.actions.length} done`, "dim"));
   for (const failed of last.outcome ? last.outcome.failed : []) $("decided").append(element("span", ` ${failed}`, "bad"));
   $("because").textContent = last.reason + (last.held ? `. Held: ${last.held}` : "");
   const wanted = (role) => last.chosen ? last.chosen[role] : last.have[role];
