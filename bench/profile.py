@@ -198,11 +198,14 @@ def card_of(status: Any, model: str) -> dict[str, Any]:
 
 def back_to_back(records: "list[Record]", alone: "PromptTime") -> "PromptTime":
     """Seconds that each prompt took, of many of a length, of which some always waited. What one takes `alone`, its way
-    included, goes by once.
+    included, goes by once. Raises BenchError where all of them were as quick.
     """
     from planner.fitting import PromptTime
 
-    begin, end = min(each.sent for each in records), max(each.sent + each.ttft for each in records)
+    begin = min(each.sent for each in records)
+    end = max(each.sent + each.chunks[0] if each.chunks else each.end for each in records)  # a token may have no text
+    if end - begin <= alone.seconds:
+        raise BenchError(f"{len(records)} prompts of {alone.tokens} took no longer than one alone: is it busy?")
     return PromptTime(alone.tokens, (end - begin - alone.seconds) / (len(records) - 1))
 
 

@@ -10,12 +10,15 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from planner.simulator.clock import Clock
 from planner.simulator.demand import Trace
 from planner.simulator.timing import Timing
 from planner.simulator.worker import MockWorker
 
 _BUSY = 2 / 3  # of a gateway's time, at most
+_WINDOW = 10.0  # seconds, of which the busiest counts
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +92,12 @@ class Streams:
 
 
 def enough_gateways(trace: Trace, rate: float, timing: Timing) -> int:
-    """Of which none has work for more than two thirds of the time, if so many requests come in a second."""
+    """Of which none has work for more than two thirds of the time when most requests come."""
     prompts = sum(demand.prompt_tokens for demand in trace.demands)
     outputs = sum(demand.output_tokens for demand in trace.demands)
     seconds = timing.gateway_request * len(trace.demands) + timing.request_token * prompts
     each = (seconds + timing.gateway_token * outputs) / len(trace.demands)
-    return max(1, math.ceil(rate * each / _BUSY))
+    starts = trace.starts(rate)
+    window = min(_WINDOW, max(1.0, float(starts[-1])))
+    come = np.bincount((starts // window).astype(np.int64)).max() / window
+    return max(1, math.ceil(float(come) * each / _BUSY))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import bench.profile
@@ -100,6 +101,10 @@ def test_prompts_back_to_back_take_what_is_left_of_the_first_ones_way() -> None:
     ]
     found = back_to_back(records, PromptTime(64, 0.4))
     assert found.tokens == 64 and found.seconds == pytest.approx(0.1)
+    silent = [msgspec.structs.replace(each, chunks=[], end=each.sent + each.chunks[0]) for each in records]
+    assert back_to_back(silent, PromptTime(64, 0.4)).seconds == pytest.approx(0.1)
+    with pytest.raises(BenchError, match="took no longer than one alone"):
+        back_to_back(records, PromptTime(64, 0.8))
 
 
 def test_answers_count_while_all_are_under_way_and_no_prompt_is() -> None:

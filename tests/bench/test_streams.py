@@ -11,7 +11,7 @@ from planner.simulator.clock import Clock
 from planner.simulator.cluster import Cluster, Flight
 from planner.simulator.job import Job
 from planner.simulator.settings import Settings
-from planner.simulator.streams import Streams
+from planner.simulator.streams import Streams, enough_gateways
 from planner.simulator.timing import Timing
 from planner.simulator.worker import MockWorker, Told
 
@@ -91,6 +91,9 @@ def test_there_are_gateways_enough_where_nobody_says_how_many() -> None:
     found = {gateways: [each.ttft for each in flights(costs, gateways=gateways)] for gateways in (0, 1, 5, 6)}
     assert found[0] == found[5] != found[6]
     assert sum(found[1][-5:]) > 20 * sum(found[0][-5:])
+    steady, burst = load(20.0, 40.0, 600, 40), load(20.0, 40.0, 600, 40)
+    burst.times[-200:] = burst.times[-200] + 1e-3
+    assert enough_gateways(steady, steady.own_rate, costs) < 9 < enough_gateways(burst, burst.own_rate, costs)
 
 
 def test_alone_a_request_is_as_quick_as_its_profile_says() -> None:
