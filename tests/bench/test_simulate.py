@@ -106,10 +106,29 @@ def test_timings_of_another_machine(tmp_path: Path) -> None:
 def test_the_commands_of_the_document_run_and_its_defaults_are_true() -> None:
     document = (Path(__file__).parents[2] / "docs/simulate.md").read_text()
     for command in "".join(re.findall(r"```bash\n(.*?)```", document, re.DOTALL)).splitlines():
-        assert tandem(*shlex.split(command)[1:]).returncode == 0
+        done = tandem(*shlex.split(command)[1:])
+        assert done.returncode == 0
+        if "--planner" in command:
+            (shown,) = re.findall(r"```text\n(planner .*?)```", document, re.DOTALL)
+            assert _acts(shown) == _acts(done.stdout) != "none"
+            assert _met(shown) == pytest.approx(_met(done.stdout), abs=2)
+            alone = tandem(*shlex.split(command.partition(" --planner")[0])[1:])
+            (kept,) = re.findall(r"Its two workers alone keep ([0-9.]+)% of", document)
+            assert float(kept) == pytest.approx(_met(alone.stdout), abs=2)
     rows = re.findall(r"^\| `([a-z_]+)` \| ([0-9.e-]+|true|false) \|", document, re.MULTILINE)
     told = {name: json.loads(value) for name, value in rows}
     assert told == msgspec.structs.asdict(Timing())
+
+
+def _acts(output: str) -> str:
+    """What the planner did."""
+    return output.partition("actions: ")[2].partition(";")[0]
+
+
+def _met(output: str) -> float:
+    """Percent of the requests."""
+    (share,) = re.findall(r"([0-9.]+)% met", output)
+    return float(share)
 
 
 @pytest.mark.parametrize(
