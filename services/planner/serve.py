@@ -196,7 +196,8 @@ class Planner:
         if before:
             model.controller = self._controller(model.name)
             model.controller.restore(before)
-            model.most = max(model.most, *(decision.most for decision in before))
+            if self._settings.scales:  # else all that there may be is what there is
+                model.most = max(model.most, *(decision.most for decision in before))
             if size := next((each.chosen.tensor_parallel for each in reversed(before) if each.chosen is not None), 0):
                 offers = tuple(msgspec.structs.replace(offer, gpus=size) for offer in self._settings.offers)
                 model.controller.settings = msgspec.structs.replace(model.controller.settings, offers=offers)

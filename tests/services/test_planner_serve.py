@@ -18,6 +18,7 @@ from services.embedded_state import EmbeddedState
 from services.gateway.decisions import Decisions
 from services.gateway.metrics import GatewayMetrics
 from services.plan_explain import _picture
+from services.planner.actuators import NoActuator
 from services.planner.journal import Journal
 from services.planner.serve import Planner
 from services.planner.wanted import Wanted
@@ -168,6 +169,23 @@ async def test_a_model_at_rest_is_woken_by_whoever_decides_after_a_restart(befor
     store.close()
 
 
+@pytest.mark.parametrize(("minimum", "before", "known"), [("decode=1", 0, True), ("", 1, True), ("", 0, False)])
+async def test_where_all_that_starts_is_told_of_a_model_needs_no_more_than_a_reason(
+    minimum: str, before: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Kubernetes nothing is started twice: a minimum is a reason, or that somebody has decided about it before."""
+    monkeypatch.setattr(Planner, "_make_actuator", lambda _: NoActuator())
+    store = EmbeddedState()
+    if before:
+        await tell(store.url, have={"decode": 1})
+    async with gateway(store.url):
+        one = await planner(store.url, "one", planner_actuator="kubernetes", planner_minimum=minimum)
+        await one._tick()
+        assert ("m" in one._models) is known
+        await end(one)
+    store.close()
+
+
 async def test_as_many_workers_as_there_were_at_once_outlast_who_saw_them(url: str) -> None:
     async with member(url, "aggregated-1", "aggregated", gpus=2), member(url, "aggregated-2", "aggregated", gpus=2):
         one = await planner(url, "one")
@@ -178,7 +196,10 @@ async def test_as_many_workers_as_there_were_at_once_outlast_who_saw_them(url: s
     assert [decision.most for decision in await told(url)] == [5]
     again = await planner(url, "two")
     assert (await again._pools("m")).gpus == 5
-    await end(again)
+    await again._models["m"].lease.give_back()
+    flips = await planner(url, "three", planner="act", planner_actuator="none")  # nobody would start them again
+    assert (await flips._pools("m")).gpus == 1
+    await end(again, flips)
 
 
 async def test_what_a_worker_is_outlasts_the_last_one() -> None:
