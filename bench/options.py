@@ -170,6 +170,13 @@ def number(text: str, flag: str) -> float:
     return value
 
 
+def between(value: float, flag: str, least: float, most: float) -> float:
+    """The value. Raises BenchError where it is not within these bounds, as no NaN is."""
+    if not least <= value <= most:
+        raise BenchError(f"{flag} {value:g} must be between {least:g} and {most:g}")
+    return value
+
+
 def load_config(options: Options) -> LoadConfig:
     """The configuration without rate and concurrency: each command reads these in its own way. Raises BenchError."""
     from bench.workloads.registry import kind_of

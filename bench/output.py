@@ -1,6 +1,8 @@
 """What a command leaves behind: tables on the terminal, files that the flags name."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -43,7 +45,22 @@ def require_writable(options: Options) -> None:
 
 
 def write(experiment: Experiment, options: Options, console: Console) -> None:
-    """Writes the files that were asked for and says so."""
+    """Writes the files that were asked for and says so. Raises BenchError where one cannot be written."""
+    with written():
+        _write(experiment, options, console)
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """Files are: an error of the system becomes a BenchError."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise BenchError(f"the results cannot be written: {where}{error.strerror}") from error
+
+
+def _write(experiment: Experiment, options: Options, console: Console) -> None:
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(to_json(experiment), indent=2) + b"\n")
         console.print(f"summary: {options.json}", highlight=False)

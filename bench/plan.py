@@ -12,6 +12,7 @@ from bench.simulate import LOAD, KvTokens, Routers, TraceFile, open_loop
 
 _PRECISION = 0.02  # share of a rate to which --goodput looks for it
 _SHOWN = 20  # rows of the table
+_MOST_PLACED = 256  # GPUs of which all placements are looked at
 _AROUND = 2  # workers more and less than the choice that are tried for the curve
 
 Gpus = Annotated[
@@ -75,7 +76,7 @@ def plan(
     from rich.console import Console
 
     from bench.deployment_files import parse_write, write_deployment
-    from bench.output import require_writable
+    from bench.output import require_writable, written
     from bench.replay.offers import offers_of, parse_degrees
     from bench.sweep import parse_ladder
 
@@ -89,6 +90,8 @@ def plan(
             raise BenchError(f"--rate {options.rate} is a ladder, and a plan is for one rate")
         if goodput and not max_gpus:
             raise BenchError("--goodput needs --max-gpus: of how many GPUs placements are made")
+        if goodput and max_gpus > _MOST_PLACED:
+            raise BenchError(f"--goodput looks at all placements: --max-gpus must be at most {_MOST_PLACED}")
         config = open_loop(options, trace)
         offers = offers_of(kv_tokens, gpu or [], model, parse_degrees(tensor_parallel), timing or [], price or [])
         console = None if options.quiet else errors
@@ -97,13 +100,15 @@ def plan(
             choice, tried = _most(trials, offers, max_gpus)
         else:
             choice, tried = _cheapest(trials, offers, max_workers, max_gpus or None)
-        _tell(options, attainment, choice, tried, unit="cost an hour" if price else "GPUs", goodput=goodput)
+        with written():
+            _tell(options, attainment, choice, tried, unit="cost an hour" if price else "GPUs", goodput=goodput)
         if target is not None and choice is not None:
-            path = write_deployment(*target, choice[0], measured=not gpu)
+            with written():
+                path = write_deployment(*target, choice[0], measured=not gpu)
             Console().print(f"written: {path}, which says how to start it", highlight=False)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
     if choice is None:
         bound = f"{max_gpus} GPUs" if max_gpus else f"{max_workers} workers"
         raise_it = "--max-gpus or --max-workers" if max_gpus else "--max-workers"

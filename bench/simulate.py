@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bench.errors import BenchError
-from bench.options import Options, load_config, with_options
+from bench.options import Options, between, load_config, with_options
 
 if TYPE_CHECKING:
     from bench.config import LoadConfig
@@ -20,13 +20,17 @@ LOAD = (
     "slo", "json", "quiet",
 )  # fmt: skip
 
+_RATES = 1e-6, 1e6  # conversations a second that there can be
+
 TraceFile = Annotated[
     Path | None, typer.Option(help="File in Mooncake's format: short for --workload mooncake --data FILE.")
 ]
-Routers = Annotated[int, typer.Option(help="Routers that share the requests.", min=1)]
+Routers = Annotated[int, typer.Option(help="Routers that share the requests.", min=1, max=256)]
 KvTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens that each worker's KV cache holds.  [default: an 8B model on an H200]", min=1),
+    typer.Option(
+        help="Tokens that each worker's KV cache holds.  [default: as --timing says, or 8B on an H200]", min=1
+    ),
 ]
 _Tier = "TOKENS|SIZE"
 KvMemoryHost = Annotated[
@@ -65,7 +69,7 @@ def simulate(
     ] = 0,
     interval: Annotated[float, typer.Option(help="Seconds between two decisions.", min=1.0)] = 30.0,
     start: Annotated[float, typer.Option(help="Seconds until an added or a failed worker is ready.", min=0.0)] = 120.0,
-    failures: Annotated[float, typer.Option(help="Failures of each worker in an hour.", min=0.0)] = 0.0,
+    failures: Annotated[float, typer.Option(help="Failures of each worker in an hour, up to 360.", min=0.0)] = 0.0,
 ) -> None:
     """What a cluster would do with a load, before there is one: the load test's numbers, without any worker.
 
@@ -122,20 +126,32 @@ def simulate(
         write(experiment, options, errors)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
 
 
 def open_loop(options: Options, trace: Path | None) -> "LoadConfig":
-    """The load, at the first of its rates. Raises BenchError where nothing says when requests come."""
+    """The load, at the first of its rates. Raises BenchError where nothing says when requests come, and for numbers
+    that no load has.
+    """
     import msgspec
 
     from bench.sweep import parse_ladder
+    from bench.workloads.lengths import LONGEST
 
     if trace is not None:
         options = replace(options, workload="mooncake", data=str(trace))
     config = load_config(options)
-    if options.rate:
-        return msgspec.structs.replace(config, rate=parse_ladder(options.rate)[0])
+    between(config.workload.speed, "--speed", 1e-6, 1e6)
+    between(config.workload.length_scale, "--length-scale", 1e-6, 1e6)
+    between(config.workload.prefix_len, "--prefix-len", 0, LONGEST)
+    between(config.burstiness, "--burstiness", 1e-3, 1e3)
+    if config.duration is not None:
+        between(config.duration, "--duration", 1e-3, 1e9)
+    rates = [between(rate, "--rate", *_RATES) for rate in parse_ladder(options.rate)] if options.rate else []
+    if config.ramp_to is not None:
+        between(config.ramp_to, "--ramp-to", *_RATES)
+    if rates:
+        return msgspec.structs.replace(config, rate=rates[0])
     if config.arrival != "trace":
         raise BenchError("give --rate: how many conversations come in a second")
     return config

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from bench.errors import BenchError
-from bench.replay.simulated import profile_of
+from bench.replay.simulated import profile_of, require_kv_tokens
 from planner.offer import Offer
 from planner.simulator.settings import Settings
 
@@ -30,8 +30,8 @@ def parse_prices(texts: list[str], names: list[str]) -> dict[str, float]:
             price = float(value)
         except ValueError:
             price = 0.0
-        if not 0 < price < float("inf"):
-            raise BenchError(f"--price {text!r} is no price: give what a GPU costs an hour, as H100=2.49")
+        if not 1e-6 <= price <= 1e6:
+            raise BenchError(f"--price {text[:80]!r} is no price: give what a GPU costs an hour, as H100=2.49")
         if not name and len(names) == 1:
             name = names[0]
         if name not in names:
@@ -46,7 +46,7 @@ def offers_of(
     kv_tokens: int | None, gpus: list[str], model: str, degrees: list[int], timings: list[Path], prices: list[str]
 ) -> list[Offer]:
     """At least one. `kv_tokens`: that each has, whatever would have room; None: what has room. Raises BenchError."""
-    settings = Settings() if kv_tokens is None else Settings(kv_tokens=kv_tokens)
+    settings = Settings() if kv_tokens is None else Settings(kv_tokens=require_kv_tokens(kv_tokens))
     if timings and (gpus or model):
         raise BenchError("--timing says what steps take, and so does --gpu: give one of them")
     if timings:
@@ -72,7 +72,7 @@ def _measured(settings: Settings, kv_tokens: int | None, path: Path) -> Offer:
         gpu=profile.gpu,
         gpus=profile.gpus,
         timing=profile.timing,
-        kv_tokens=kv_tokens or profile.kv_tokens or settings.kv_tokens,
+        kv_tokens=require_kv_tokens(kv_tokens or profile.kv_tokens or settings.kv_tokens),
     )
 
 

@@ -6,11 +6,15 @@ from bench.errors import BenchError
 from bench.measure.record import Record
 from bench.measure.slo import Slo
 from bench.measure.summary_format import Planner
+from bench.options import between
 from planner.control import Controller, ControlSettings
 from planner.decision import Mode
 from planner.simulator.autopilot import Autopilot
 from planner.simulator.cluster import Cluster
 from planner.simulator.settings import Settings
+
+_LONGEST = 1e7  # seconds
+_MOST_FAILURES = 360.0  # of a worker in an hour: one that fails more often gets no long prompt done
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,10 @@ class Piloting:
 
     def apply_to(self, settings: Settings) -> Settings:
         """Raises BenchError."""
+        between(self.interval, "--interval", 1.0, _LONGEST)
+        between(self.start, "--start", 0.0, _LONGEST)
+        if self.failures:
+            between(self.failures, "--failures", 1e-6, _MOST_FAILURES)
         if self.max_workers and self.max_workers < settings.workers:
             raise BenchError(f"--max-workers {self.max_workers} is less than the {settings.workers} that there are")
         slots = (self.max_workers or 2 * settings.workers) if self.mode == "act" else 0

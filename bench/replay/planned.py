@@ -4,6 +4,7 @@ Of a text nothing counts but which part of it is the same as another's, and reci
 text. Answers are nobody else's.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,7 @@ from bench.config import LoadConfig
 from bench.errors import BenchError
 from bench.load.plan import plan
 from bench.workloads.base import Synthetic, Text
+from bench.workloads.lengths import LONGEST
 from planner.simulator.demand import Demand, Trace
 from planner.simulator.job import BLOCK_SIZE
 
@@ -41,6 +43,11 @@ def planned_trace(config: LoadConfig) -> Trace:
     """
     if config.concurrency is not None:
         raise BenchError("a simulation has an open loop: give --rate, or replay a trace's own times")
+    come = math.inf if config.num_requests is None else float(config.num_requests)
+    if config.rate is not None and config.duration is not None:
+        come = min(come, max(config.rate, config.ramp_to or 0.0) / 2 * config.duration)  # at least, in the mean
+    if _ENDLESS < come < math.inf:
+        raise BenchError(f"{come:.3g} requests are more than the {_ENDLESS} that a run may have: lower what says so")
     chains, demands, times = _Chains(), list[Demand](), list[float]()
     for planned in plan(config, NoWords()):
         assert planned.due is not None
@@ -50,6 +57,8 @@ def planned_trace(config: LoadConfig) -> Trace:
                 raise BenchError("this workload does not say how long answers are: give --output-len")
             said += _parts(turn.text)
             tokens = sum(count for _, count in said)
+            if tokens > LONGEST:
+                raise BenchError(f"a prompt of {tokens:.3g} tokens is longer than the {LONGEST} that there may be")
             answer = ("answer", planned.number, number), turn.output_tokens
             hashes = list(chains.hashes([*said, answer]))
             follows = len(demands) - 1 if number else None

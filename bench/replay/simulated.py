@@ -19,6 +19,7 @@ from bench.measure.experiment import Run
 from bench.measure.record import LagSamples, Record, RunResult
 from bench.measure.slo import Slo
 from bench.measure.summary import summarise
+from bench.options import between
 from bench.replay.piloted import NO_PLANNER, Piloting, refused, told
 from planner.fitting import Profile
 from planner.simulator.cluster import ORACLE, Cluster, Flight
@@ -30,6 +31,7 @@ from router.policies import POLICIES
 
 HOST_FLAG, DISK_FLAG, REDIS_FLAG = "--kv-memory-host", "--kv-disk", "--kv-redis"
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B)?", re.IGNORECASE)
+_MOST_KV_TOKENS, _MOST_TIER_TOKENS, _MOST_ALL_TOKENS = 1e8, 1e12, 1e10  # of a worker, of a tier, of all workers
 _UNITS = {f"{letter}{i}b": (1024 if i else 1000) ** (at + 1) for at, letter in enumerate("kmgt") for i in ("", "i")}
 
 
@@ -46,10 +48,12 @@ def settings_of(
     if prefill >= workers:
         raise BenchError(f"of {workers} workers {prefill} cannot prefill: at least one must decode")
     settings = Settings(workers=workers, prefill_workers=prefill, routers=routers, seed=seed)
-    if kv_tokens is not None:
-        settings = replace(settings, kv_tokens=kv_tokens)
     if timing is not None:
-        settings = replace(settings, timing=profile_of(timing).timing)
+        profile = profile_of(timing)
+        settings = replace(settings, timing=profile.timing)
+        kv_tokens = kv_tokens if kv_tokens is not None else profile.kv_tokens
+    if kv_tokens is not None:
+        settings = replace(settings, kv_tokens=require_kv_tokens(kv_tokens))
     tokens = {flag: _tokens(flag, text, settings.timing) for flag, text in tiers.items() if text is not None}
     if not tokens:
         return settings
@@ -57,6 +61,11 @@ def settings_of(
         raise BenchError(f"{next(iter(tokens))}: what lies there passes through host memory: give {HOST_FLAG}, too")
     kv = KvSettings(tokens[HOST_FLAG], tokens.get(DISK_FLAG, 0), tokens.get(REDIS_FLAG, 0))
     return replace(settings, kv=kv)
+
+
+def require_kv_tokens(tokens: int) -> int:
+    """Of a flag or a profile, for one worker. Raises BenchError."""
+    return int(between(tokens, "the KV cache of a worker, in tokens:", 1, _MOST_KV_TOKENS))
 
 
 def profile_of(path: Path) -> Profile:
@@ -74,6 +83,8 @@ def _tokens(flag: str, text: str, timing: Timing) -> int:
         raise BenchError(f"{flag} {text}: give tokens, as 2000000, or a size, as 64GiB")
     number, unit = float(found[1]), (found[2] or "").lower()
     tokens = number * _UNITS[unit] / timing.token_bytes if unit else number
+    if tokens > _MOST_TIER_TOKENS:
+        raise BenchError(f"{flag} holds more than {_MOST_TIER_TOKENS:g} tokens: give less")
     if tokens < BLOCK_SIZE:
         raise BenchError(f"{flag} {text} holds {int(tokens)} tokens, less than a block of {BLOCK_SIZE}: give more")
     return int(tokens)
@@ -119,6 +130,9 @@ def simulated(
     """One run. `console`: where its progress is shown; None: nowhere. Raises BenchError."""
     settings = piloting.apply_to(settings)
     require_room(trace, settings)
+    most = max(settings.workers, settings.slots) * max(settings.offer(role).kv_tokens for role in ("prefill", "decode"))
+    if most > _MOST_ALL_TOKENS:
+        raise BenchError(f"caches of {most:.3g} tokens in all are more than {_MOST_ALL_TOKENS:g}: lower --kv-tokens")
     cluster = Cluster(trace, trace.own_rate, policy, settings)
     autopilot = piloting.pilot(cluster, slo)
     began = time.time()

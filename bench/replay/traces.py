@@ -14,6 +14,7 @@ import numpy as np
 from bench.config import WorkloadConfig
 from bench.errors import BenchError
 from bench.replay.tool_agent import tool_agent
+from bench.workloads.lengths import LONGEST
 from bench.workloads.mooncake import TraceRequest, read_mooncake
 from bench.workloads.trace_time import schedule
 from planner.simulator.demand import Demand, Trace
@@ -69,6 +70,8 @@ class _Chains:
         """Blocks whose ids the trace does not tell, those of most answers, are nobody else's."""
         prompt_ids = -(-request.input_length // BLOCK_SIZE)
         output_tokens = max(1, request.output_length)
+        if request.input_length + output_tokens > LONGEST:
+            raise BenchError(f"a request of the trace has more than {LONGEST} tokens")
         blocks = (request.input_length + output_tokens) // BLOCK_SIZE
         # Ids beyond the prompt's are the answer's; otherwise the last one is of a block that is not full.
         told = len(request.hash_ids) if len(request.hash_ids) > prompt_ids else request.input_length // BLOCK_SIZE

@@ -11,10 +11,10 @@ from bench.errors import BenchError
 _HELP = (
     "write e.g. 256, 100-300, normal:256,64, lognormal:256,128 or exp:256, perhaps with bounds: normal:256,64,1-1024"
 )
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_BOUNDS = r"(?:,(\d+)-(\d+))?"
+_NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)"
+_BOUNDS = r"(?:,(\d{1,18})-(\d{1,18}))?"
 _PATTERN = re.compile(rf"(normal|lognormal|exp):{_NUMBER}(?:,{_NUMBER})?{_BOUNDS}")
-_LONGEST = 1 << 24
+LONGEST = 1 << 24  # tokens; milliseconds of a time
 
 
 class Length(Protocol):
@@ -57,20 +57,22 @@ class Shaped(msgspec.Struct, frozen=True):
         return int(min(max(round(float(value)), self.low), self.high))
 
 
-def parse_length(text: str) -> Length:
+def parse_length(text: str, longest: int = LONGEST) -> Length:
     """Reads a distribution. Raises BenchError."""
     text = text.strip()
-    if fixed := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
+    if fixed := re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text):
         low, high = int(fixed[1]), int(fixed[2] or fixed[1])
-        if not 1 <= low <= high <= _LONGEST:
-            raise BenchError(f"length {text!r} must be at least 1, and its bounds in order")
+        if not 1 <= low <= high <= longest:
+            raise BenchError(f"length {text!r} must be at least 1 and at most {longest}, and its bounds in order")
         return Uniform(low, high)
     shaped = _PATTERN.fullmatch(text)
     if shaped is None or (shaped[3] is None) != (shaped[1] == "exp"):
-        raise BenchError(f"length {text!r} is none: {_HELP}")
-    low, high = int(shaped[4] or 1), int(shaped[5] or _LONGEST)
-    if float(shaped[2]) <= 0 or not 1 <= low <= high <= _LONGEST:
-        raise BenchError(f"length {text!r}: its mean must be above 0 and its bounds in order, from 1 on")
+        raise BenchError(f"length {text[:80]!r} is none: {_HELP}")
+    low, high = int(shaped[4] or 1), int(shaped[5] or longest)
+    if not 1e-6 <= float(shaped[2]) <= longest or not 1 <= low <= high <= longest:
+        raise BenchError(f"length {text!r}: its mean must be above 0 and its bounds in order, from 1 to {longest}")
+    if float(shaped[3] or 0.0) > longest:
+        raise BenchError(f"length {text!r}: its deviation must be at most {longest}")
     return Shaped(shaped[1], float(shaped[2]), float(shaped[3] or 0.0), low, high)
 
 
@@ -79,9 +81,9 @@ def parse_seconds(text: str) -> Length:
     text = text.strip()
     if fixed := re.fullmatch(rf"{_NUMBER}(?:-{_NUMBER})?", text):
         low, high = (round(1e3 * float(bound)) for bound in (fixed[1], fixed[2] or fixed[1]))
-        if low > high:
-            raise BenchError(f"time {text!r}: its bounds must be in order")
+        if not low <= high <= LONGEST:
+            raise BenchError(f"time {text!r}: its bounds must be in order, and at most {LONGEST // 1000} seconds")
         return Uniform(low, high)
     if shaped := re.fullmatch(rf"exp:{_NUMBER}", text):
-        return Shaped("exp", 1e3 * float(shaped[1]), 0.0, 0, _LONGEST)
-    raise BenchError(f"time {text!r} is none: write seconds, e.g. 1, 0.5-2 or exp:3")
+        return Shaped("exp", min(1e3 * float(shaped[1]), float(LONGEST)), 0.0, 0, LONGEST)
+    raise BenchError(f"time {text[:80]!r} is none: write seconds, e.g. 1, 0.5-2 or exp:3")

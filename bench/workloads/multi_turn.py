@@ -10,6 +10,7 @@ from bench.workloads.base import Conversation, Synthetic, Turn, Words
 from bench.workloads.lengths import parse_length, parse_seconds
 
 _STREAM = 0x3C4A  # keeps these draws apart from others with the same seed
+_MOST_TURNS = 10_000
 
 
 def multi_turn(config: WorkloadConfig, seed: int, words: Words) -> Iterator[Conversation]:
@@ -18,7 +19,7 @@ def multi_turn(config: WorkloadConfig, seed: int, words: Words) -> Iterator[Conv
     Before each question but the first, the user thinks for `think` seconds. Raises BenchError.
     """
     inputs, outputs = parse_length(config.input_len), parse_length(config.output_len)
-    turns = parse_length(config.turns)
+    turns = parse_length(config.turns, _MOST_TURNS)
     think = parse_seconds(config.think)
     rng = np.random.default_rng((seed, _STREAM))
     system = (Synthetic((seed, _STREAM, 0), config.prefix_len),) if config.prefix_len else ()

@@ -278,7 +278,7 @@ def test_a_kind_without_room_for_a_prompt_is_left_out(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(small), "--timing", str(large)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "TP1" not in done.stdout, done.stderr
     done = subprocess.run([*command, str(small)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "too long for workers that hold 600 tokens" in done.stderr
+    assert done.returncode == 2 and "too long for workers that hold 600 tokens" in done.stderr
 
 
 def test_who_only_prefills_needs_room_for_the_prompt_alone() -> None:

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from bench.config import LoadConfig, WorkloadConfig
 from bench.errors import BenchError
 from bench.replay.planned import planned_trace
+from bench.replay.simulated import settings_of
+from bench.replay.traces import load_trace
 from planner.simulator.job import BLOCK_SIZE
+from planner.simulator.settings import Settings
 from planner.simulator.timing import Timing
+from services.cli import app
 
 
 def config(rate: float = 2.0, num_requests: int = 40, **workload: object) -> LoadConfig:
@@ -151,7 +156,7 @@ def test_bad_flags_say_what_to_do(flags: tuple[str, ...], says: str, tmp_path: P
     negative = tmp_path / "negative.json"
     negative.write_text('{"timing": {"step": -0.1}}')
     done = simulate(*(flag.format(negative=negative) for flag in flags))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
@@ -194,4 +199,64 @@ def test_a_failed_worker_loses_no_request(tmp_path: Path) -> None:
 )
 def test_a_planner_needs_objectives_and_room(flags: tuple[str, ...], said: str) -> None:
     done = tandem("simulate", "--workers", "2", "--rate", "1", "--duration", "5s", *flags)
-    assert done.returncode == 1 and said in done.stderr
+    assert done.returncode == 2 and said in done.stderr
+
+
+NUMBERS = ("inf", "nan", "-1", "1e308", str(10**18), "9" * 5000)
+FLAGS = (
+    *("--rate", "--num-requests", "--seed", "--prefix-len --workload shared-prefix", "--input-len", "--output-len"),
+    *("--burstiness --arrival gamma", "--ramp-to --arrival ramp --duration 5s", "--turns --workload multi-turn"),
+    *("--think --workload multi-turn", "--duration", "--length-scale --workload mooncake", "--warmup", "--routers"),
+    *("--speed --workload mooncake", "--kv-tokens"),
+)
+SIMULATED = (
+    *("--start", "--failures --planner advise --slo ttft=1s,tpot=1s", "--workers", "--prefill", "--max-workers"),
+    *("--interval --planner act --slo ttft=1s,tpot=1s", "--kv-memory-host", "--kv-disk --kv-memory-host 90000"),
+)
+PLANNED = ("--attainment", "--max-workers", "--max-gpus --goodput", "--price --gpu H100 --model llama-8b")
+
+
+@pytest.mark.parametrize(
+    "flags", [f"simulate {each}" for each in FLAGS + SIMULATED] + [f"plan {each}" for each in PLANNED]
+)
+def test_numbers_that_there_cannot_be_end_with_a_line(flags: str) -> None:
+    """Whatever it is, it is refused at once or does no harm; nothing goes on for ever, and nobody sees a traceback."""
+    command, flag, *more = flags.split()
+    more += ["--rate", "1"] if flag not in ("--rate", "--speed", "--length-scale") else []
+    more += ["--num-requests", "3"] if flag not in ("--num-requests", "--duration") else []
+    more += ["--slo", "ttft=1s,tpot=50ms"] if command == "plan" else []
+    for number in NUMBERS:
+        done = CliRunner().invoke(app, [command, "--quiet", *more, f"{flag}={number}"])
+        assert done.exit_code in (0, 2), (number, done.exception, done.output)
+        assert done.exit_code == 0 or done.stderr.strip(), number
+        assert done.exit_code or "completed" in done.stdout or "chosen" in done.stdout, number
+
+
+def test_a_profile_says_what_a_cache_holds_unless_a_flag_does(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"timing": {}, "kv_tokens": 5000}')
+    assert settings_of(2, 0, 1, None, profile, 0).kv_tokens == 5000
+    assert settings_of(2, 0, 1, 9000, profile, 0).kv_tokens == 9000
+    assert settings_of(2, 0, 1, None, None, 0).kv_tokens == Settings.kv_tokens
+    done = simulate("--rate", "1", "--num-requests", "3", "--input-len", "6000", "--timing", str(profile))
+    assert done.returncode == 2 and "too many for workers that hold 5000" in done.stderr
+    profile.write_text('{"timing": {}, "kv_tokens": 1000000000000}')
+    with pytest.raises(BenchError, match=r"must be between 1 and 1e\+08"):
+        settings_of(2, 0, 1, None, profile, 0)
+
+
+def test_a_trace_of_endless_prompts_is_refused(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 2**31 - 1, "output_length": 5, "hash_ids": []}
+    trace.write_text("".join(json.dumps(line | {"timestamp": at}) + "\n" for at in (0, 1000)))
+    done = simulate("--trace", str(trace))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    with pytest.raises(BenchError, match="more than"):
+        load_trace(str(trace), None, limit=0, seed=0)
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan --slo ttft=1s,tpot=50ms"])
+def test_files_that_cannot_be_written_are_told(command: str) -> None:
+    """/dev/full takes nothing."""
+    done = tandem(*command.split(), "--rate", "1", "--num-requests", "3", "--json", "/dev/full")
+    assert done.returncode == 2 and "cannot be written" in done.stderr and "Traceback" not in done.stderr
