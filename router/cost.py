@@ -183,7 +183,7 @@ def alike(ask: Ask, workers: Snapshot, costs: Floats, tolerance: float) -> NDArr
     fewest prompt tokens to compute first, within the same share of the prompt: so one that has it cached wins.
     """
     least = float(costs.min())
-    close = np.flatnonzero(costs <= least + tolerance * (least % _MISSED))
+    (close,) = (costs <= least + tolerance * (least % _MISSED)).nonzero()
     if len(close) == 1:
         return close
     tokens = workers.queued_tokens[close] + (1.0 + _BEHIND) * ask.uncached(workers.expected_tokens[close])

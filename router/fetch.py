@@ -26,11 +26,14 @@ def fetchable_tokens(
     most, tiers = np.zeros(len(table), np.int64), np.zeros(len(table), np.intp)
     if not fetch_tokens or ask.local_prefill_only:
         return most, tiers
+    holds = cached_blocks > 0
+    if not holds.any():
+        return most, tiers
     missing = ask.uncached(cached_blocks * table["block_size"])
-    senders = table["ready"] & ~table["shut"] & table["sends"] & (cached_blocks > 0)
+    senders = table["ready"] & ~table["shut"] & table["sends"] & holds
     saved = np.zeros(len(table))
     kinds = table["tier"]
-    *nearest_first, workers = np.roll(np.bincount(kinds[senders], minlength=NUM_SOURCES), -1).tolist()
+    workers, *nearest_first = np.bincount(kinds[senders], minlength=NUM_SOURCES).tolist()
     # Workers last: of equals a KV service, which computes nothing meanwhile, and its nearest tier.
     present = [*(tier for tier, rows in enumerate(nearest_first, 1) if rows), *([0] if workers else [])]
     for tier in present:

@@ -143,12 +143,12 @@ def _choose(
     able = table["ready"] & table[role]
     if apart:
         able[list(apart)] = False
-    rows = np.flatnonzero(able & ~table["shut"])
+    (rows,) = (able & ~table["shut"]).nonzero()
     if not len(rows) and role == "decodes":
-        rows = np.flatnonzero(able)
+        (rows,) = able.nonzero()
     if not len(rows):
         return None
-    workers = snapshot.take(rows)
+    workers = snapshot if len(rows) == len(table) else snapshot.take(rows)
     costs = POLICIES[policy](ask, workers, draw)
     equals = alike(ask, workers, costs, draw.tolerance) if policy == "prefix" else np.flatnonzero(costs == costs.min())
     winner = int(equals[draw.rng.integers(len(equals))])

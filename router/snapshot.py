@@ -33,7 +33,7 @@ def mean_rates(rates: NDArray[np.float64]) -> NDArray[np.float64]:
     measured = rates > 0
     rates[~measured] = 0.0
     with np.errstate(invalid="ignore"):
-        means: NDArray[np.float64] = rates.sum(axis=-1) / np.count_nonzero(measured, axis=-1)
+        means: NDArray[np.float64] = rates.sum(axis=-1) / measured.sum(axis=-1)
     return means
 
 
