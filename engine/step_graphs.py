@@ -72,7 +72,7 @@ class StepGraphs:
         are not finite. Tokens and rows are int64 [W]; logits last until the next run.
         """
         count = len(wanted)
-        indices = self._backend.indices(spans)
+        *indices, _ = self._backend.indices(spans)
         self._send(shape, token_ids, *indices, wanted if shape.prompts else [])
         self._graphs[shape].replay()
         _, _, rows, _, _, at = self._parts(shape)
@@ -93,7 +93,7 @@ class StepGraphs:
         given, positions, table_rows, decodes, tiles, wanted = self._parts(shape)
         token_ids = self.known(given, table_rows[: shape.tokens])
         on_layer = partial(self._on_layer, shape.prompts > 0)
-        pieces = tiles.view(-1, 2) if shape.prompts else None
+        pieces = tiles.view(-1, 4) if shape.prompts else None
         context = PagedContext(self._backend, positions, table_rows, decodes, pieces, on_layer)
         hidden = self._model.forward(token_ids, positions, context, wanted if shape.prompts else None)
         logits = self._model.logits(hidden)[:, : self._vocab_size]
@@ -106,7 +106,7 @@ class StepGraphs:
     def _lengths(self, shape: StepShape) -> tuple[int, ...]:
         tiles = shape.tokens // self._backend.tile + shape.prompts if shape.prompts else 0
         wanted = shape.wanted if shape.prompts else 0
-        return shape.tokens, shape.tokens, shape.tokens + 1, shape.decodes, 2 * tiles, wanted
+        return shape.tokens, shape.tokens, shape.tokens + 1, shape.decodes, 4 * tiles, wanted
 
     def _parts(self, shape: StepShape) -> list[torch.Tensor]:
         lengths = self._lengths(shape)

@@ -16,7 +16,7 @@ import torch
 from engine.attention.base import AttentionBackend, AttentionContext, HeadNorms, LayerKind, Span
 from engine.attention.table_rows import Addition, TableRows
 from engine.kernels.heads import prepare_heads
-from engine.kernels.paged_attention import paged_decode, paged_prefill, prefill_tile
+from engine.kernels.paged_attention import paged_decode, paged_prefill, prefill_splits, prefill_tile
 from engine.kv_cache import KVCache
 from engine.layers.rotary import Rotation
 
@@ -29,7 +29,8 @@ class StepIndices(NamedTuple):
     positions: IntArray  # [N]
     table_rows: IntArray  # [N]
     decodes: IntArray  # [B]: tokens that are alone of their sequence
-    tiles: IntArray  # [2 * T]: first token and number of tokens of each piece of a prompt chunk
+    tiles: IntArray  # [4 * T]: of each piece of a prompt chunk first token, number of tokens, split of its keys, splits
+    is_split: bool  # whether any has several splits
 
 
 class BlockTables:
@@ -63,13 +64,15 @@ class PagedContext(AttentionContext):
         positions: torch.Tensor,  # [N]
         table_rows: torch.Tensor,  # [N], or more for padded decodes
         decodes: torch.Tensor,  # [B]
-        tiles: torch.Tensor | None,  # [T, 2]; None: there are no prompts
+        tiles: torch.Tensor | None,  # [T, 4]; None: there are no prompts
         on_layer: Callable[[int], None] | None = None,
+        is_split: bool = True,
     ) -> None:
         self.positions = positions
         self.table_rows = table_rows
         self.decodes = decodes
         self.tiles = tiles
+        self._is_split = is_split  # whether any tile may have several splits
         self._backend = backend
         self._on_layer = on_layer
 
@@ -90,7 +93,9 @@ class PagedContext(AttentionContext):
         if len(self.decodes):
             paged_decode(q, cache, tables, self.table_rows, self.positions, self.decodes, out, *limits)
         if self.tiles is not None:
-            paged_prefill(q, cache, tables, self.table_rows, self.positions, self.tiles, out, *limits)
+            paged_prefill(
+                q, cache, tables, self.table_rows, self.positions, self.tiles, out, *limits, is_split=self._is_split
+            )
         return out
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -110,8 +115,10 @@ class PagedBackend(AttentionBackend):
 
     def plan(self, spans: Sequence[Span], on_layer: Callable[[int], None] | None = None) -> PagedContext:
         """One transfer to the device for all of the step's index tensors."""
-        positions, table_rows, decodes, tiles = _together(self.indices(spans), self.device)
-        return PagedContext(self, positions, table_rows, decodes, tiles.view(-1, 2) if len(tiles) else None, on_layer)
+        *indices, is_split = self.indices(spans)
+        positions, table_rows, decodes, tiles = _together(indices, self.device)
+        pieces = tiles.view(-1, 4) if len(tiles) else None
+        return PagedContext(self, positions, table_rows, decodes, pieces, on_layer, is_split)
 
     def indices(self, spans: Sequence[Span]) -> StepIndices:
         """Where the spans' tokens are; brings the block tables up to date."""
@@ -121,13 +128,17 @@ class PagedBackend(AttentionBackend):
         firsts = np.cumsum(lengths, dtype=np.int32) - lengths
         owner = np.repeat(np.arange(len(spans)), lengths)
         positions = (np.arange(len(owner)) - firsts[owner] + starts[owner]).astype(np.int32)
-        tiles = [
+        pieces = [
             (first + offset, min(self.tile, length - offset))
             for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
             if length > 1
             for offset in range(0, length, self.tile)
         ]
-        return StepIndices(positions, rows[owner], firsts[lengths == 1], np.array(tiles, dtype=np.int32).reshape(-1))
+        keys = int((starts + lengths)[lengths > 1].max(initial=0))
+        splits = prefill_splits(len(pieces), self.kind.num_heads, min(keys, self.kind.sliding_window or keys))
+        tiles = [(*piece, split, splits) for piece in pieces for split in range(splits)]
+        packed = np.array(tiles, dtype=np.int32).reshape(-1)
+        return StepIndices(positions, rows[owner], firsts[lengths == 1], packed, splits > 1)
 
 
 def spaced(lengths: Sequence[int]) -> list[int]:

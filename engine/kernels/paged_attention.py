@@ -1,5 +1,7 @@
 """Attention over a paged KV cache: FlashAttention (Dao, 2022) for prompt chunks, split-KV decoding (Dao et al., 2023).
 
+The keys of few prompt tokens are split, too, where there are many: of a prompt whose beginning was cached, the rest.
+
 The cache's layer is [blocks, page, kv_heads, 2 * dim], K then V, with any stride between blocks: a token's K and V of
 one head lie together. Softmax runs in base 2; sums are float32.
 """
@@ -228,6 +230,11 @@ def paged_decode(
         )
 
 
+MOST_SPLIT_TILES = 32
+_PREFILL_PROGRAMS = 256  # of `_prefill`, of which an H100 runs 132 at once
+_LEAST_KEYS = 1024  # for fewer, adding up would take longer
+
+
 @triton.jit
 def _prefill(
     q,
@@ -237,6 +244,8 @@ def _prefill(
     positions,
     tiles,
     out,
+    partial,
+    weights,
     scale,
     block_stride,
     table_stride,
@@ -250,16 +259,21 @@ def _prefill(
     SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program for a tile of query tokens and a query head. A tile: first row of q, rows."""
+    """One program for a tile of query tokens with a split of its keys, and a query head.
+
+    A tile: first row of q, rows, number of the split, and splits, which follow each other.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys first
     head = tl.program_id(0)
-    row = tl.load(tiles + tile * 2).to(tl.int64)
-    count = tl.load(tiles + tile * 2 + 1)
+    row = tl.load(tiles + tile * 4).to(tl.int64)
+    count = tl.load(tiles + tile * 4 + 1)
     if count == 0:  # padding
         return
+    split = tl.load(tiles + tile * 4 + 2)
+    splits = tl.load(tiles + tile * 4 + 3)
     table_row = tl.load(table_rows + row)
     position = tl.load(positions + row)
     queries = tl.arange(0, QUERIES)
@@ -275,20 +289,24 @@ def _prefill(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(0, position + 1 - WINDOW) // KEYS * KEYS
+    end = position + count
+    share = tl.cdiv(tl.cdiv(end - begin, splits), KEYS) * KEYS
+    start = begin + split * share
+    stop = tl.minimum(end, start + share)
     # Keys that every query of the tile sees need no mask; those at the end, and at the begin of a window, do.
-    clear = begin
+    clear = start
     if WINDOW == 0:
-        clear = (position + 1) // KEYS * KEYS
-        for first in range(0, clear, KEYS):
+        clear = tl.maximum(start, tl.minimum(stop, (position + 1) // KEYS * KEYS))
+        for first in range(start, clear, KEYS):
             keys = first + tl.arange(0, KEYS)
             at = _places(keys, keys >= 0, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
             k = tl.load(cache + at[None, :] + dims[:, None]).to(qs.dtype)
             scores, factor = _scored(qs, k, scale, SOFTCAP)
             v = tl.load(cache + at[:, None] + DIM + dims[None, :]).to(qs.dtype)
             best, total, result = _fold(scores, factor, v, best, total, result)
-    for first in range(clear, position + count, KEYS):
+    for first in range(clear, stop, KEYS):
         keys = first + tl.arange(0, KEYS)
-        valid = keys < position + count
+        valid = keys < stop
         at = _places(keys, valid, tables, table_row, table_stride, block_stride, kv_head, KV_HEADS, DIM, PAGE)
         k = tl.load(cache + at[None, :] + dims[:, None], mask=valid[None, :], other=0.0).to(qs.dtype)
         scores, factor = _scored(qs, k, scale, SOFTCAP)
@@ -298,7 +316,66 @@ def _prefill(
         scores = tl.where(seen, scores, float("-inf"))
         v = tl.load(cache + at[:, None] + DIM + dims[None, :], mask=valid[:, None], other=0.0).to(qs.dtype)
         best, total, result = _fold(scores, factor, v, best, total, result)
+    if splits == 1:
+        tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    else:
+        at = (tile * HEADS + head) * QUERIES + queries
+        tl.store(partial + at[:, None] * DIM + dims[None, :], result, mask=inside[:, None])
+        tl.store(weights + at * 2, best, mask=inside)
+        tl.store(weights + at * 2 + 1, total, mask=inside)
+
+
+@triton.jit
+def _combine_tiles(
+    partial,
+    weights,
+    tiles,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program for the first split of a tile, and a query head: adds up what all of its splits found."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    splits = tl.load(tiles + tile * 4 + 3)
+    if (splits <= 1) | (tl.load(tiles + tile * 4 + 2) > 0):
+        return
+    row = tl.load(tiles + tile * 4).to(tl.int64)
+    count = tl.load(tiles + tile * 4 + 1)
+    queries = tl.arange(0, QUERIES)
+    dims = tl.arange(0, DIM)
+    inside = queries < count
+    first = (tile * HEADS + head) * QUERIES + queries
+    most = tl.full([QUERIES], float("-inf"), tl.float32)
+    for split in range(0, splits):
+        at = first + split * (HEADS * QUERIES)
+        most = tl.maximum(most, tl.load(weights + at * 2, mask=inside, other=0.0))
+    total = tl.zeros([QUERIES], tl.float32)
+    result = tl.zeros([QUERIES, DIM], tl.float32)
+    for split in range(0, splits):
+        at = first + split * (HEADS * QUERIES)
+        factor = tl.exp2(tl.load(weights + at * 2, mask=inside, other=0.0) - most)
+        total += tl.load(weights + at * 2 + 1, mask=inside, other=1.0) * factor
+        part = tl.load(partial + at[:, None] * DIM + dims[None, :], mask=inside[:, None], other=0.0)
+        result += part * factor[:, None]
+    place = (row + queries[:, None]) * (HEADS * DIM) + head * DIM + dims[None, :]
     tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+
+
+def prefill_splits(tiles: int, heads: int, keys: int) -> int:
+    """Into how many parts the keys of each of few tiles are cut, so that they fill the card, too. A power of two.
+
+    `keys`: of the longest. There are `MOST_SPLIT_TILES` splits of all tiles at most.
+    """
+    if keys < _LEAST_KEYS:
+        return 1
+    free = max(1, min(MOST_SPLIT_TILES, _PREFILL_PROGRAMS // heads) // tiles)
+    return 1 << (free.bit_length() - 1)
 
 
 def prefill_tile(dim: int) -> int:
@@ -329,15 +406,21 @@ def paged_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    is_split: bool = True,
 ) -> None:
     """Chunks of prompts against all keys up to each of their tokens, which are in the cache already.
 
-    q, out, tables, table_rows, positions as in `paged_decode`; tiles int32 [T, 2]: first row of q and number of rows
-    (at most `prefill_tile`; 0: padding, skipped), which are neighbours in one sequence.
+    q, out, tables, table_rows, positions as in `paged_decode`; tiles int32 [T, 4]: first row of q and number of rows
+    (at most `prefill_tile`; 0: padding, skipped), which are neighbours in one sequence; which split of their keys, and
+    of how many. All splits of a tile are there, one behind another, the more than one among the first
+    `MOST_SPLIT_TILES`. `is_split`: whether there may be more than one.
     """
     heads, dim = q.shape[1:]
     page, kv_heads = cache.shape[1:3]
     keys, warps, stages = prefill_shape(dim, q.itemsize)
+    queries, most = prefill_tile(dim), min(MOST_SPLIT_TILES, len(tiles)) if is_split else 0
+    partial = torch.empty((most, heads, queries, dim), dtype=torch.float32, device=q.device)
+    weights = torch.empty((most, heads, queries, 2), dtype=torch.float32, device=q.device)
     _prefill[(heads, len(tiles))](
         q,
         cache,
@@ -346,6 +429,8 @@ def paged_prefill(
         positions,
         tiles,
         out,
+        partial,
+        weights,
         scale,
         cache.stride(0),
         tables.stride(0),
@@ -353,7 +438,7 @@ def paged_prefill(
         kv_heads,
         dim,
         page,
-        prefill_tile(dim),
+        queries,
         keys,
         window,
         softcap,
@@ -361,3 +446,7 @@ def paged_prefill(
         num_stages=stages,
         **launch_options(),
     )
+    if is_split:
+        _combine_tiles[(most, heads)](
+            partial, weights, tiles, out, heads, dim, queries, num_warps=8, **launch_options()
+        )
