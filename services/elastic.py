@@ -80,7 +80,7 @@ class Wishes:
         """What the worker is like. None: there is no such model here, or it has enough workers."""
         alike = [number for number, (_, model) in enumerate(self._workers.kinds) if model == wish.model]
         running = sum(model == wish.model for model in self._workers.models.values())
-        if wish.role not in WORKER_ROLES or running >= (self._most or len(alike)):
+        if wish.role not in WORKER_ROLES or not alike or running >= (self._most or len(alike)):
             return None
         return next((number for number in alike if self._workers.kinds[number][0] == wish.role), alike[0])
 
