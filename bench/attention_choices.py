@@ -63,7 +63,7 @@ def case(starts: list[int], length: int) -> Case:
 
 def ours(case: Case) -> Callable[[], torch.Tensor]:
     """Triton kernels of `engine.kernels`."""
-    from engine.kernels.paged_attention import paged_decode, paged_prefill, prefill_tile
+    from engine.kernels.paged_attention import paged_decode, paged_prefill, prefill_splits, prefill_tile
 
     n, count = case.length, len(case.starts)
     rows = torch.arange(count, device="cuda").repeat_interleave(n).int()
@@ -78,11 +78,15 @@ def ours(case: Case) -> Callable[[], torch.Tensor]:
 
         return run
     size = prefill_tile(DIM)
-    tiles = [(i * n + j, min(size, n - j)) for i in range(count) for j in range(0, n, size)]
+    pieces = [(i * n + j, min(size, n - j)) for i in range(count) for j in range(0, n, size)]
+    splits = prefill_splits(len(pieces), HEADS, max(case.ends))
+    tiles = [(*piece, split, splits) for piece in pieces for split in range(splits)]
     tile_tensor = torch.tensor(tiles, device="cuda", dtype=torch.int32)
 
     def run_prefill() -> torch.Tensor:
-        paged_prefill(case.q, case.cache, case.tables, rows, positions, tile_tensor, out, DIM**-0.5)
+        paged_prefill(
+            case.q, case.cache, case.tables, rows, positions, tile_tensor, out, DIM**-0.5, is_split=splits > 1
+        )
         return out
 
     return run_prefill
