@@ -166,7 +166,10 @@ def members_at(admin: str, key: str) -> Any:
 
 def gateway_seconds(admin: str, key: str) -> float | None:
     """For which the loops of all gateways were busy so far; None: some gateway does not tell."""
-    lines = _read(admin, "/metrics", key).decode().splitlines()
+    try:
+        lines = _read(admin, "/metrics", key).decode().splitlines()
+    except OSError:  # minutes of measurements are no reason to end for that
+        return None
     up = [line for line in lines if line.startswith("tandem_member_up{") and 'role="gateway"' in line]
     told = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(_BUSY + "{")]
     return sum(told) if told and len(told) == len(up) else None

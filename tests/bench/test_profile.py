@@ -93,6 +93,12 @@ def test_gateways_tell_how_long_they_were_busy(monkeypatch: pytest.MonkeyPatch) 
     assert told(both + busy("a", 1.5)) is None, "one of an older version, or too busy to say"
     assert told("") is None
 
+    def silent(*_: str) -> bytes:
+        raise ConnectionResetError("the admin port is gone for a moment")
+
+    monkeypatch.setattr(bench.profile, "_read", silent)
+    assert gateway_seconds("http://admin", "") is None
+
 
 def test_prompts_back_to_back_take_what_is_left_of_the_first_ones_way() -> None:
     # 0.3 s on its way and 0.1 s computed: the fourth is computed 0.3 s after the first.
