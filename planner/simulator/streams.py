@@ -99,5 +99,5 @@ def enough_gateways(trace: Trace, rate: float, timing: Timing) -> int:
     each = (seconds + timing.gateway_token * outputs) / len(trace.demands)
     starts = trace.starts(rate)
     window = min(_WINDOW, max(1.0, float(starts[-1])))
-    come = np.bincount((starts // window).astype(np.int64)).max() / window
+    come = np.unique(starts // window, return_counts=True)[1].max() / window
     return max(1, math.ceil(float(come) * each / _BUSY))

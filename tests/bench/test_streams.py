@@ -94,6 +94,8 @@ def test_there_are_gateways_enough_where_nobody_says_how_many() -> None:
     steady, burst = load(20.0, 40.0, 600, 40), load(20.0, 40.0, 600, 40)
     burst.times[-200:] = burst.times[-200] + 1e-3
     assert enough_gateways(steady, steady.own_rate, costs) < 9 < enough_gateways(burst, burst.own_rate, costs)
+    steady.times[-1] = 1e15  # nobody counts the windows in which nothing comes
+    assert enough_gateways(steady, steady.own_rate, costs) < 9
 
 
 def test_alone_a_request_is_as_quick_as_its_profile_says() -> None:
