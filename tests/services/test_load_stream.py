@@ -11,6 +11,7 @@ from router_cluster import Cluster, chain, cluster, eventually
 from store import Store
 from structlog.testing import capture_logs
 
+from services.router import service
 from services.router.load_stream import LoadStream
 from services.rpc import cluster_pb2, router_pb2
 
@@ -133,7 +134,10 @@ async def test_bookings_of_a_router_that_is_gone_end_by_any_release(store: Store
         await agree(0, second, third)
 
 
-async def test_an_end_that_a_router_has_answered_is_told_also_if_the_router_dies_then(store: Store) -> None:
+async def test_an_end_that_a_router_has_answered_is_told_also_if_the_router_dies_then(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_TELL_SECONDS", 30.0)  # on a busy machine, too
     async with cluster() as first, cluster() as second, linked(store.url, first, second) as lines:
         second.service.on_change("joined", (await first.join("a")).member)
         for number in range(10):
