@@ -58,7 +58,7 @@ def wait_replaced(
     return took
 
 
-@pytest.mark.timeout(300)  # on a busy machine Ray and the workers take minutes
+@pytest.mark.timeout(600)  # on a busy machine Ray and the workers take minutes
 def test_a_node_is_lost_under_load(nodes: RayNodes, model: Path, tmp_path: Path) -> None:
     options = ("--on", "ray", "--prefill", "1", "--decode", "2", "--local-prefill-tokens", "0", *OPTIONS)
     began = time.monotonic()
@@ -121,7 +121,7 @@ def test_through_the_client(nodes: RayNodes, model: Path, tmp_path: Path) -> Non
         stop_cluster(cluster)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_planner_adds_and_ends_workers(nodes: RayNodes, model: Path, tmp_path: Path) -> None:
     options = ("--on", "ray", "--prefill", "1", "--decode", "1", "--planner", "act", "--threads", "1", *OPTIONS)
     settings = {

@@ -45,7 +45,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         stop_cluster(running)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_run(name: str, cluster: Cluster, tmp_path: Path) -> None:
     """With the addresses of the cluster that runs here; other clusters of the same user may run beside it."""

@@ -26,7 +26,7 @@ MAKE_UP = [text for text in SHELL if text.startswith("make up")]
 TANDEM_UP = [text for text in SHELL if text.startswith(".venv/bin/tandem up")]
 COMMANDS = [text for text in SHELL if text not in MAKE_UP + TANDEM_UP]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def free_port() -> int:
