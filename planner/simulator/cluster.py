@@ -366,6 +366,8 @@ class Cluster:
             flight.chooser.release(flight.number, None)
             self._share(flight.chooser)
             self.clock.after(self.settings.detect_seconds, self._line_up, flight.number, flight.came_at, flight)
+        if self._streams is not None:
+            self._streams.failed(number)
         self.members.fail(number)
 
     def _job(self, flight: Flight, hold: bool = False) -> Job:

@@ -61,6 +61,12 @@ class Streams:
             self._steps[worker.number] = steps
             heapq.heappush(self._coming, (steps.next_ends(), next(self._order), steps))
 
+    def failed(self, worker: int) -> None:
+        """It has: of its steps those count that have ended."""
+        self._take(0, 0.0)
+        if (steps := self._steps.pop(worker, None)) is not None:
+            steps.number = steps.done
+
     def service(self, tokens: int) -> float:
         """Seconds of a gateway for a request with a prompt of so many tokens."""
         return self._timing.gateway_request + self._timing.request_token * tokens

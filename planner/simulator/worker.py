@@ -113,7 +113,12 @@ class MockWorker:
 
     def produced(self, job: Job) -> int:
         """Tokens of its answer so far."""
-        return job.num_output_tokens + (self._steps - job.joined_at if job in self.decoding else 0)
+        if job not in self.decoding:
+            return job.num_output_tokens
+        steps = self._steps - job.joined_at
+        if self._phase_began is not None:  # but for the one that is under way
+            steps += self._steps_begun() - 1
+        return job.num_output_tokens + steps
 
     def abort(self, job: Job) -> None:
         """Gives up a job, in whatever state it is."""
@@ -207,10 +212,16 @@ class MockWorker:
             self._begin()
         elif self._phase_began is not None:
             timing, running = self.offer.timing, len(self.decoding)
-            steps = timing.steps_within(self._clock.now - self._phase_began, running, self.kept_tokens)
+            steps = self._steps_begun()
             if steps < self._milestones[0][0] - self._steps:
                 self._end_at(self._phase_began, timing.decodes(steps, running, self.kept_tokens), steps, {})
             self._phase_began = None
+
+    def _steps_begun(self) -> int:
+        """Of those without prompts that are under way."""
+        assert self._phase_began is not None
+        seconds = self._clock.now - self._phase_began
+        return self.offer.timing.steps_within(seconds, len(self.decoding), self.kept_tokens)
 
     def _begin(self) -> None:
         if self._stopped:

@@ -4,11 +4,13 @@ import random
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from bench.control_plane import load
 from planner.simulator.clock import Clock
 from planner.simulator.cluster import Cluster, Flight
+from planner.simulator.demand import Demand, Trace
 from planner.simulator.job import Job
 from planner.simulator.settings import Settings
 from planner.simulator.streams import Streams, enough_gateways
@@ -64,6 +66,17 @@ def test_steps_that_are_cut_short_bring_no_more() -> None:
         clock.at(rng.uniform(0.1, 3.0), streams.free_at, 0)
     clock.run()
     assert streams.free_at(0) == pytest.approx(0.01 + 6 * 399)
+
+
+def test_a_worker_that_failed_streams_no_more() -> None:
+    """Of an answer that goes on elsewhere each token comes to its gateway once, but for the first after the failure."""
+    timing = msgspec.structs.replace(TIMING, gateway_token=1.0)
+    load = Trace("made", [Demand(100, 400, [])], np.zeros(1))
+    cluster = Cluster(load, load.own_rate, "prefix", Settings(workers=2, timing=timing, gateways=1))
+    cluster.clock.at(1.5, lambda: cluster.fail(cluster.flights[0].placement.decode))
+    cluster.run()
+    assert cluster._streams is not None and cluster.members.failures == 1
+    assert cluster._streams.free_at(0) == pytest.approx(400, abs=5)
 
 
 def flights(timing: Timing, **settings: int) -> list[Flight]:
