@@ -178,7 +178,7 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
 

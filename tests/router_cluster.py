@@ -172,7 +172,7 @@ async def cluster(**config: Any) -> AsyncIterator[Cluster]:
 
 
 async def eventually(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not await condition():
             await asyncio.sleep(0.01)
 

@@ -36,7 +36,7 @@ def test_only_what_stood_still_or_was_late_is_run_again(tmp_path: Path) -> None:
     options = ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'tmp'}"]
     command = [sys.executable, "-m", "pytest", "test_it.py", *options, *again.replace("'", "").split()]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT / "tests")}
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, env={"PYTHONPATH": str(ROOT / "tests")}
     )
     assert "1 failed, 2 passed, 2 rerun" in done.stdout, done.stdout + done.stderr
     assert all(told in done.stdout for told in ("seconds=2.3", "nothing has come", "the first time"))

@@ -18,6 +18,7 @@ from services.embedded_state import EmbeddedState
 from services.gateway.decisions import Decisions
 from services.gateway.metrics import GatewayMetrics
 from services.plan_explain import _picture
+from services.planner import observe
 from services.planner.actuators import NoActuator
 from services.planner.journal import Journal
 from services.planner.serve import Planner
@@ -25,6 +26,12 @@ from services.planner.wanted import Wanted
 from services.process import new_incarnation
 from services.rpc import cluster_pb2
 from services.rpc_server import RpcServer
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway is waited for: on a busy machine it may not answer within a second."""
+    monkeypatch.setattr(observe, "_ANSWER_SECONDS", 30.0)
 
 
 @pytest.fixture
