@@ -116,7 +116,7 @@ class KubernetesActuator:
         if (own := self._deployments.get(model)) is not None:
             return own
         shared = self._deployments.get("", {})
-        if self._is_first(model, shared.values()):
+        if shared and self._is_first(model, shared.values()):
             return shared
         if model not in self._told:
             self._told.add(model)

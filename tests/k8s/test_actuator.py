@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from fake_kubernetes import FakeKubernetes, fake_kubernetes
+from structlog.testing import capture_logs
 
 lightkube = pytest.importorskip("lightkube", reason="no client: pip install 'tandem-serve[k8s]'")
 
@@ -148,4 +149,12 @@ async def test_another_model_without_deployments_of_its_own_gets_none_of_the_fir
         fresh = KubernetesActuator(state, "decode=tandem-decode", kube)
         state.known = [worker("elsewhere-0", "first")]
         assert await fresh.starting("first") == [] and len(await fresh.starting("second")) == 2
+        # None is without a model.
+        named = KubernetesActuator(state, "second/decode=tandem-decode", kube)
+        state.known = []
+        with capture_logs() as logs:
+            assert await named.starting("first") == []
+        assert [entry["model"] for entry in logs] == ["first"]
+        with pytest.raises(ActuatorFailed, match=r"workers of third; name one as third/decode=NAME"):
+            await named.add("third", "decode")
         await actuator.close()
