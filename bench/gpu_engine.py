@@ -137,7 +137,7 @@ def attention_errors() -> dict[str, float]:
     found = {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for heads, kv_heads, dim in ((32, 8, 128), (8, 8, 64), (14, 2, 64), (16, 1, 256)):
-            for more in ({}, {"sliding_window": 100}, {"logit_softcap": 5.0}):
+            for more in ({}, {"sliding_window": 100}, {"sliding_window": 1500}, {"logit_softcap": 5.0}):
                 key = f"{dtype} {heads}/{kv_heads}x{dim} {more}"
                 found[key] = attention_error(dtype, heads, kv_heads, dim, **more)
                 print(f"{'ok ' if found[key] < 1e-2 else 'BAD'} {key}: {found[key]:.2e}", flush=True)

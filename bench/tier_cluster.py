@@ -176,7 +176,11 @@ class Target:
         if "kv" in self.pids:
             os.kill(self.pids["kv"], signal.SIGCONT)
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=20)
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
 
 
 def service(folder: Path, arguments: argparse.Namespace, disk: bool = True) -> list[str]:

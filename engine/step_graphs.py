@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.base import Span
 from engine.attention.paged import IntArray, PagedBackend, PagedContext, spaced
+from engine.kernels.paged_attention import MOST_SPLIT_TILES
 from engine.runner import Model
 from engine.sampler import best_tokens
 from engine.step_shapes import StepShape, fitting
@@ -104,7 +105,7 @@ class StepGraphs:
     # Inputs: ids, positions and table rows of tokens, and of one padded token more; decodes; tiles; wanted tokens
 
     def _lengths(self, shape: StepShape) -> tuple[int, ...]:
-        tiles = shape.tokens // self._backend.tile + shape.prompts if shape.prompts else 0
+        tiles = max(shape.tokens // self._backend.tile + shape.prompts, MOST_SPLIT_TILES) if shape.prompts else 0
         wanted = shape.wanted if shape.prompts else 0
         return shape.tokens, shape.tokens, shape.tokens + 1, shape.decodes, 4 * tiles, wanted
 

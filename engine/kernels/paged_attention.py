@@ -230,7 +230,7 @@ def paged_decode(
         )
 
 
-MOST_SPLIT_TILES = 32
+MOST_SPLIT_TILES = 32  # a padded step has room for so many
 _PREFILL_PROGRAMS = 256  # of `_prefill`, of which an H100 runs 132 at once
 _LEAST_KEYS = 1024  # for fewer, adding up would take longer
 
@@ -370,12 +370,17 @@ def _combine_tiles(
 def prefill_splits(tiles: int, heads: int, keys: int) -> int:
     """Into how many parts the keys of each of few tiles are cut, so that they fill the card, too. A power of two.
 
-    `keys`: of the longest. There are `MOST_SPLIT_TILES` splits of all tiles at most.
+    `keys`: of the longest. Never more than `MOST_SPLIT_TILES` for all tiles together.
     """
     if keys < _LEAST_KEYS:
         return 1
-    free = max(1, min(MOST_SPLIT_TILES, _PREFILL_PROGRAMS // heads) // tiles)
+    free = max(1, _split_tiles(heads) // tiles)
     return 1 << (free.bit_length() - 1)
+
+
+def _split_tiles(heads: int) -> int:
+    """Splits of all tiles together, at most, where there are several of a tile."""
+    return max(1, min(MOST_SPLIT_TILES, _PREFILL_PROGRAMS // heads))
 
 
 def prefill_tile(dim: int) -> int:
@@ -418,7 +423,7 @@ def paged_prefill(
     heads, dim = q.shape[1:]
     page, kv_heads = cache.shape[1:3]
     keys, warps, stages = prefill_shape(dim, q.itemsize)
-    queries, most = prefill_tile(dim), min(MOST_SPLIT_TILES, len(tiles)) if is_split else 0
+    queries, most = prefill_tile(dim), min(_split_tiles(heads), len(tiles)) if is_split else 0
     partial = torch.empty((most, heads, queries, dim), dtype=torch.float32, device=q.device)
     weights = torch.empty((most, heads, queries, 2), dtype=torch.float32, device=q.device)
     _prefill[(heads, len(tiles))](

@@ -1,8 +1,8 @@
 """The line between the routers of a cluster: a Redis stream in which each tells what it booked and released.
 
 Redis is in no decision's way: news are gathered for some milliseconds and sent beside the placements. When it is lost,
-each router goes on with what it knows. The end of a request is told to the others before its gateway has the answer: a
-router that dies in between has taken no end with it that nobody would tell again.
+each router goes on with what it knows. The end of a request is told to the others before its gateway has the answer,
+unless that takes half a second: a router that dies in between has taken no end with it that nobody would tell again.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 8, 64), (14, 2, 64), (16, 1, 256)])
-@pytest.mark.parametrize("limits", [{}, {"sliding_window": 100}, {"logit_softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{}, {"sliding_window": 100}, {"sliding_window": 1500}, {"logit_softcap": 5.0}], ids=str
+)
 def test_attention_is_that_of_float64(dtype, heads, kv_heads, dim, limits) -> None:
     from bench.gpu_engine import attention_error
 
