@@ -77,7 +77,8 @@ def test_a_short_prompt_passes_a_long_one_unless_arrival_counts(max_overtaking: 
             ended: list[str] = []
             first = pool.submit(lambda: (ask(cluster, long, 1), ended.append("long")))
             wait_for(cluster, "tandem_prompt_tokens_total", 1, source="computed")
-            second = pool.submit(lambda: (ask(cluster, [9, 8, 7, 6, 5, 4], 1), ended.append("short")))
+            # It has an answer, so that the two do not end together if it comes behind.
+            second = pool.submit(lambda: (ask(cluster, [9, 8, 7, 6, 5, 4], 40), ended.append("short")))
             first.result()
             second.result()
         assert ended == (["short", "long"] if max_overtaking else ["long", "short"])
