@@ -17,6 +17,7 @@ from services.embedded_state import find_server
 from services.process import die_with_parent
 
 KEY = "two-hosts-" + "k" * 32
+_GSO_SEGMENTS = 65_535  # the kernel's own, of which a driver makes packets
 
 
 def ip(*arguments: str) -> None:
@@ -76,14 +77,17 @@ class Network:
 
     @contextlib.contextmanager
     def slow(self, source: str, rate: str) -> Iterator[None]:
-        """Lets only so much leave `source` a second, such as 1mbit."""
+        """Lets only so much leave `source` a second, such as 1mbit, packet by packet."""
         device = ("dev", "eth0", "root")
         space = ("netns", "exec", self.space(source), "tc", "qdisc")
-        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "200ms")
+        # Else 64 kB are one packet, of which the queue has room for a few: streams would lose all that they have sent.
+        ip("-n", self.space(source), "link", "set", "eth0", "gso_max_segs", "1")
+        ip(*space, "add", *device, "tbf", "rate", rate, "burst", "16kb", "latency", "500ms")
         try:
             yield
         finally:
             ip(*space, "del", *device)
+            ip("-n", self.space(source), "link", "set", "eth0", "gso_max_segs", str(_GSO_SEGMENTS))
 
     @contextlib.contextmanager
     def cut(self, source: str, target: str) -> Iterator[None]:
@@ -140,7 +144,7 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
     cluster = Cluster(processes[-1], f"http://127.0.0.1:{http}", log, model.name, admin=f"http://127.0.0.1:{admin}")
     try:
         deadline = time.monotonic() + 90
-        while not ready(cluster):
+        while not _ready(cluster):
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.2)
         yield cluster
@@ -154,7 +158,7 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
                 process.kill()
 
 
-def ready(cluster: Cluster) -> bool:
+def _ready(cluster: Cluster) -> bool:
     """Whether it answers, and the router has both workers."""
     with contextlib.suppress(httpx.HTTPError):
         if httpx.get(cluster.url + "/health", timeout=5).status_code == 200:
