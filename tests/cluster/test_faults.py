@@ -117,7 +117,7 @@ def test_all_decode_workers_gone_is_an_error_in_time_and_heals(pair: Cluster) ->
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) > 0
         assert answer.json()["error"]["message"]
-        assert took < 10
+        assert took < 30  # and not at the deadline of the request
     else:
         assert answer.json()["choices"][0]["logprobs"]["tokens"] == expected
     for _ in range(2):
