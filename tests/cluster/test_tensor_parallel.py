@@ -76,7 +76,7 @@ def expected(model: str, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def assert_alike(found: Answers, expected: Answers) -> None:
-    """The same tokens, and scores that are equal within rounding: other ranks have other last bits."""
+    """The same tokens, and scores that are equal within rounding: other ranks or chunks have other last bits."""
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, expected_logprobs) in zip(found, expected, strict=True):
         assert logprobs == pytest.approx(expected_logprobs, abs=1e-4)
@@ -93,7 +93,7 @@ def test_two_ranks_answer_as_one_and_die_together(model: str, expected: Answers,
         os.kill(rank, signal.SIGKILL)
         assert two.wait_event("restarted", 30)["name"] == "aggregated-0"
         assert f"rank 1 of 2 (process {rank}) was ended by signal 9" in two.log.read_text()
-        assert ask(two, PROMPTS[0], temperature=0) == found[0]
+        assert_alike([ask(two, PROMPTS[0], temperature=0)], found[:1])
     finally:
         stop_cluster(two)
 
@@ -112,21 +112,21 @@ def test_workers_of_other_numbers_of_ranks_exchange_kv(
     try:
         found = all_answers(both)
         assert_alike(found, expected)
-        assert all_answers(both) == found  # with what is cached by now
+        assert_alike(all_answers(both), found)  # with what is cached by now
         assert both.metric("tandem_kv_transfers_total", outcome="committed") == 4 * len(PROMPTS)
         assert both.metric("tandem_kv_transfers_total", outcome="recomputed") == 0
         assert both.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
         both.wait_idle()
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             list(pool.map(partial(ask_and_leave, both), range(32)))
-        assert all_answers(both) == found
+        assert_alike(all_answers(both), found)
         both.wait_idle()  # of those that left, nothing is kept on either side
         if prefill + decode > 3:
             return  # sleep and death are the same with more ranks, which take long to start
         for command in ("sleep", "wake"):
             tandem = [sys.executable, "-m", "services.cli", command, "--url", both.url]
             assert subprocess.run(tandem, capture_output=True, timeout=90).returncode == 0
-        assert all_answers(both) == found
+        assert_alike(all_answers(both), found)
         worker = "decode-0" if decode > 1 else "prefill-0"
         os.kill(ranks(both.pids[worker])[0], signal.SIGKILL)
         assert both.wait_event("restarted", 30)["name"] == worker
