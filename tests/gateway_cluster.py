@@ -111,16 +111,30 @@ class Setting:
     """One gateway's parts with a router and workers."""
 
     def __init__(
-        self, placements: Placements, tokens: TokenSocket, router: Router, states: dict[str, ClusterState]
+        self,
+        placements: Placements,
+        tokens: TokenSocket,
+        router: Router,
+        states: dict[str, ClusterState],
+        members: dict[str, cluster_pb2.Member],
+        new_state: Callable[[], ClusterState],
     ) -> None:
         self.placements = placements
-        self._states = states
+        self._states = states  # by address, as the next ones
+        self._members = members
+        self._new_state = new_state
         self.tokens = tokens
         self.router = router
 
     async def leave(self, worker: Worker) -> None:
         """The worker is no member any more, as all hear; its server stays."""
         await self._states[worker.server.address].close()
+
+    async def come_back(self, worker: Worker) -> None:
+        """After `leave`: as a process that stood still for longer than its lease."""
+        state = self._states[worker.server.address] = self._new_state()
+        await state.connect()
+        await state.register(self._members[worker.server.address])
 
     def sequence(self, **fields: Any) -> Sequence:
         spec = SequenceSpec(
@@ -147,10 +161,15 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
     workers = [Worker("abcdef"[i], list(b)) for i, b in enumerate(behaviours)]
     router = Router(workers)
     states: dict[str, ClusterState] = {}
+    members: dict[str, cluster_pb2.Member] = {}
+
+    def new_state() -> ClusterState:
+        return ClusterState(embedded.url, "test")
+
     for part in (router, *workers):
         await part.server.start()
         await part.server.set_healthy(True)
-        state = ClusterState(embedded.url, "test")
+        state = new_state()
         await state.connect()
         member = cluster_pb2.Member(name="x", grpc_address=part.server.address, incarnation="r" * 32, role="router")
         if isinstance(part, Worker):
@@ -158,14 +177,14 @@ async def setting(*behaviours: list[Behaviour], wait: float = 0.5) -> AsyncItera
             member.model.name = "m"
             member.model.layout, member.model.block_size = f"l{len(states)}", 16 * len(states)
         await state.register(member)
-        states[part.server.address] = state
-    state = ClusterState(embedded.url, "test")
+        states[part.server.address], members[part.server.address] = state, member
+    state = new_state()
     await state.connect()
     tokens = TokenSocket("127.0.0.1", None)
     receiving = asyncio.create_task(tokens.run())
     placements = Placements(state, None, wait, RetryBudget(GatewayMetrics()))
     try:
-        yield Setting(placements, tokens, router, states)
+        yield Setting(placements, tokens, router, states, members, new_state)
     finally:
         receiving.cancel()
         await placements.close()

@@ -49,11 +49,16 @@ class Running:
         self.sequences: set[Sequence] = set()
         self.waterfalls = Waterfalls()
         placements.on_lost(self._worker_lost)
+        placements.on_joined(self._worker_joined)
         tokens.on_gap(self._tokens_lost)
 
     def _worker_lost(self, incarnation: str) -> None:
         for sequence in self._on(incarnation):
             sequence.lose("the worker is gone", exclude=True, outcome=router_pb2.LOST)
+
+    def _worker_joined(self, incarnation: str) -> None:
+        for sequence in self.sequences:
+            sequence.joined(incarnation)
 
     def _tokens_lost(self, incarnation: str) -> None:
         """Whose they were is not known, and the last ones of a sequence would not be missed by it."""

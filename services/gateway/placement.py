@@ -78,6 +78,7 @@ class Placements:
         self._watches: dict[str, asyncio.Task[None]] = {}  # by incarnation of a decoding worker
         self._background: set[asyncio.Task[None]] = set()
         self._on_lost: list[Callable[[str], None]] = []
+        self._on_joined: list[Callable[[str], None]] = []
         self._cards: dict[str, cluster_pb2.ModelCard] = {}  # by the model's name
         state.on_change(self._changed)
 
@@ -104,6 +105,10 @@ class Placements:
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Calls `callback` with the incarnation of each decoding worker that is gone."""
         self._on_lost.append(callback)
+
+    def on_joined(self, callback: Callable[[str], None]) -> None:
+        """Calls `callback` with the incarnation of each decoding worker that is there from now on, maybe again."""
+        self._on_joined.append(callback)
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The one channel to `address`."""
@@ -214,6 +219,9 @@ class Placements:
                 self._spawn(self._channels.pop(address).close())
         elif member.role in _DECODING_ROLES:
             self._cards[member.model.name] = member.model
+            if change == "joined":
+                for callback in self._on_joined:
+                    callback(member.incarnation)
             if member.incarnation not in self._watches:
                 self._watches[member.incarnation] = asyncio.get_running_loop().create_task(self._watch(member))
 

@@ -66,6 +66,7 @@ class Sequence:
         self._wake = wake
         self._fresh: list[TokenOutput] = []
         self._excluded: list[str] = []
+        self._asked: router_pb2.PlaceRequest | None = None  # of the router, which may be asked again and again
         self._attempt = Attempt(0)
         self._left: list[Attempt] = []  # that were lost
         self._begun = time.monotonic()
@@ -140,6 +141,13 @@ class Sequence:
         self._attempt.outcome = outcome
         self._changed.set()
 
+    def joined(self, incarnation: str) -> None:
+        """A worker is there, maybe one that stood still when it was lost: it may have this sequence again."""
+        if incarnation in self._excluded:
+            self._excluded.remove(incarnation)
+            if self._asked is not None and incarnation in self._asked.exclude_incarnations:
+                self._asked.exclude_incarnations.remove(incarnation)
+
     # Inside
 
     def _append(self, output: TokenOutput) -> bool:
@@ -174,7 +182,8 @@ class Sequence:
         if not self.attempt:
             self._placements.retries.earn(time.monotonic())
         self._placed = True  # even if the answer does not come, the router may hold a reservation
-        placement = await self._placements.place(self._place_request(), self.spec.deadline)
+        self._asked = self._place_request()
+        placement = await self._placements.place(self._asked, self.spec.deadline)
         self._attempt.placed(placement)
         self.worker = placement.decode
         try:

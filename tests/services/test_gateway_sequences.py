@@ -222,6 +222,26 @@ async def test_a_worker_that_leaves_before_it_has_taken_the_request_is_left() ->
         assert (sequence.finish_reason, sequence.failure, taken(sequence)) == ("length", None, OUTPUT)
 
 
+async def test_the_only_worker_stands_still_and_has_the_request_again() -> None:
+    """It is gone for a while, and when it is a member again it is no reason to wait for another one in vain."""
+
+    def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
+        return [output(request, 0, [11])]
+
+    async with setting([hangs, finish], wait=30) as all_:
+        running, sequence = Running(all_.placements, all_.tokens, "g" * 32), all_.sequence()
+        running.sequences.add(sequence)
+        task = asyncio.create_task(sequence.run())
+        await eventually(lambda: sequence.output_token_ids == [11])
+        (worker,) = all_.router.workers
+        await all_.leave(worker)
+        await eventually(lambda: len(all_.router.placed) > 2)  # there is nobody
+        assert list(all_.router.placed[-1].exclude_incarnations) == [worker.incarnation]
+        await all_.come_back(worker)
+        await asyncio.wait_for(task, 20)
+        assert (sequence.failure, sequence.attempt, taken(sequence)) == (None, 1, OUTPUT)
+
+
 async def test_a_worker_whose_connection_breaks_is_left() -> None:
     def hangs(worker: Worker, request: worker_pb2.SubmitRequest) -> list[TokenOutput]:
         return [output(request, 0, [11])]
