@@ -1,5 +1,6 @@
-"""Every policy in a real cluster: requests over HTTP succeed, and go where the policy says."""
+"""Policies in a real cluster: requests over HTTP go where the policy says. All: tests/services/test_router_policies.py."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,18 +13,10 @@ import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
 
-POLICIES = (
-    "prefix",
-    "overlap",
-    "history",
-    "session",
-    "two_choices",
-    "least_outstanding",
-    "round_robin",
-    "random",
-)
+POLICIES = ("prefix", "session")  # what follows caches, and what needs a header
 WORKERS = ("aggregated-0", "aggregated-1")
 TOKENS = 2  # of each answer
+TRIES = itertools.count(1)  # prompts and sessions of another one are new
 
 
 @pytest.fixture(scope="module", params=POLICIES)
@@ -44,7 +37,7 @@ def ask(cluster: Cluster, first: int, session: str = "") -> int:
     body: dict[str, Any] = {"model": cluster.model, "prompt": [first, *range(500, 630)], "max_tokens": TOKENS}
     body["ignore_eos"] = True
     headers = {"X-Session-ID": session} if session else {}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=30)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -54,9 +47,9 @@ def spread(cluster: Cluster) -> list[float]:
     return [cluster.metric("tandem_generated_tokens_total", worker=worker) / TOKENS for worker in WORKERS]
 
 
-def both_work(cluster: Cluster, alone: list[float]) -> bool:
+def both_work(cluster: Cluster, alone: list[float], first: int) -> bool:
     """Whether both answer prompts that none has, before long."""
-    deadline, first = time.monotonic() + 60, 1000
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if all(after > before for after, before in zip(spread(cluster), alone, strict=True)):
             return True
@@ -68,42 +61,38 @@ def both_work(cluster: Cluster, alone: list[float]) -> bool:
 
 def explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", "router", "explain", *arguments, "--url", cluster.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None:
     policy, cluster = running
-    same = [ask(cluster, 100) for _ in range(8)]
+    first, user = 2000 * (number := next(TRIES)), f"user {number}"
+    before = spread(cluster)
+    same = [ask(cluster, first) for _ in range(6)]
     alone = spread(cluster)
-    if policy in ("prefix", "history", "session"):  # one worker has the prompt, or is where it goes
-        assert sorted(alone) == [0, 8]
-        assert same == [0] + [128] * 7
-    if policy == "round_robin":
-        assert alone == [4, 4]
-        assert same == [0, 0] + [128] * 6
-    for number in range(16):
-        ask(cluster, 200 + number, f"user {number}")
-    both = [after - before for after, before in zip(spread(cluster), alone, strict=True)]
-    assert sum(both) == 16
+    # One worker has the prompt, or is where it goes.
+    assert sorted(after - was for after, was in zip(alone, before, strict=True)) == [0, 6]
+    assert same == [0] + [128] * 5
     if policy == "prefix":  # until the one is known to be as quick as the other
-        assert both_work(cluster, alone)
-    else:
-        assert min(both) > 0  # with different prompts, or sessions, both work
-    if policy == "round_robin":
-        assert both == [8, 8]
-    if policy == "session":  # other prompts of a session follow it
-        before = spread(cluster)
-        for number in range(4):
-            ask(cluster, 300 + number, "user 3")
-        assert sorted(after - was for after, was in zip(spread(cluster), before, strict=True)) == [0, 4]
+        assert both_work(cluster, alone, first + 1)
+        return
+    for number in range(16):
+        ask(cluster, first + 200 + number, f"{user} {number}")
+    both = [after - was for after, was in zip(spread(cluster), alone, strict=True)]
+    assert sum(both) == 16 and min(both) > 0
+    before = spread(cluster)
+    for number in range(4):  # other prompts of a session follow it
+        ask(cluster, first + 300 + number, f"{user} 3")
+    assert sorted(after - was for after, was in zip(spread(cluster), before, strict=True)) == [0, 4]
 
 
 def test_the_router_explains(running: tuple[str, Cluster]) -> None:
     policy, cluster = running
     if policy != "prefix":
         pytest.skip("it is the same for all")
-    ask(cluster, 400)
-    ask(cluster, 400)
+    first = 2000 * next(TRIES)
+    ask(cluster, first)
+    ask(cluster, first)
     told = json.loads(explain(cluster, "--json").stdout)
     (placement,) = told
     assert placement["policy"] == "prefix" and placement["prompt_tokens"] == 131
