@@ -9,7 +9,7 @@ from cluster.harness import Cluster
 
 def ask(cluster: Cluster, first: int, tokens: int = 4) -> httpx.Response:
     body = {"model": cluster.model, "prompt": [first, *range(500, 630)], "max_tokens": tokens, "ignore_eos": True}
-    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
 
 
 class Clients:

@@ -219,7 +219,7 @@ def main() -> None:
             books, streams = asyncio.run(under_fire(cluster, asked, options.at_once, options.every, _VICTIMS))
             books.count(cluster)
             books.judge(streams, expected)
-            cluster.wait_idle(20)
+            cluster.wait_idle()
             if books.wrong:
                 _FAILURE.write_text(cluster.log.read_text())
         except BaseException:

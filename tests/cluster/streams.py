@@ -92,7 +92,7 @@ async def run_streams(
 def kill(cluster: Cluster, name: str) -> None:
     """SIGKILL, proved by the supervisor's word that the process has been started again."""
     os.kill(cluster.pids[name], signal.SIGKILL)
-    event = cluster.wait_event("restarted", 30)
+    event = cluster.wait_event("restarted", 120)
     assert event["name"] == name
     cluster.pids[name] = int(str(event["pid"]))
 

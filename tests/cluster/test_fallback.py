@@ -109,7 +109,7 @@ def test_transfers_go_on_over_the_next_connector_and_return_to_the_better_one(cl
     assert cuts and landed(cluster, "zmq")
 
     os.truncate(memory, size)
-    before, ends = landed(cluster, "shared_memory"), time.monotonic() + 30
+    before, ends = landed(cluster, "shared_memory"), time.monotonic() + 60
     while landed(cluster, "shared_memory") == before:
         assert time.monotonic() < ends, "the better connector is not tried again"
         assert ask_all(cluster, f"again {time.monotonic()}") == expected

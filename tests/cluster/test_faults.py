@@ -111,7 +111,7 @@ def test_all_decode_workers_gone_is_an_error_in_time_and_heals(pair: Cluster) ->
     for name in ("decode-0", "decode-1"):
         os.kill(pair.pids[name], signal.SIGKILL)
     started = time.monotonic()
-    answer = httpx.post(pair.url + "/v1/completions", json=body(pair, 3, 300), timeout=60)
+    answer = httpx.post(pair.url + "/v1/completions", json=body(pair, 3, 300), timeout=120)
     took = time.monotonic() - started
     if answer.status_code != 200:
         assert answer.status_code == 503
@@ -121,7 +121,7 @@ def test_all_decode_workers_gone_is_an_error_in_time_and_heals(pair: Cluster) ->
     else:
         assert answer.json()["choices"][0]["logprobs"]["tokens"] == expected
     for _ in range(2):
-        event = pair.wait_event("restarted", 30)
+        event = pair.wait_event("restarted", 120)
         pair.pids[str(event["name"])] = int(str(event["pid"]))
     wait_whole(pair, 4)
     assert ask(pair, 3) == expected
@@ -132,7 +132,7 @@ def test_client_gone_stops_the_work(pair: Cluster) -> None:
     pair.wait_idle()
     for number in range(6):
         request = body(pair, number, 1500) | {"stream": True, "n": 2}
-        with httpx.stream("POST", pair.url + "/v1/completions", json=request, timeout=30) as response:
+        with httpx.stream("POST", pair.url + "/v1/completions", json=request, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data:"):
                     break  # leaves the stream after the first piece
@@ -166,7 +166,7 @@ def test_a_gateway_that_is_silent_for_longer_than_its_lease_loses_no_stream(pair
         with stopped(pair, "gateway"):
             time.sleep(5.0)  # the lease is over after 3, and read again each second
         results = [future.result() for future in running]
-    pair.wait_idle(10)
+    pair.wait_idle()
     assert ask_all(pair, range(2), 1500, "alone") == results[:2]
     pair.wait_idle()
     must_hit(pair.metric("tandem_requests_moved_total") > before, "nothing was aborted")
@@ -188,11 +188,11 @@ def test_worker_stopped_in_the_middle_of_transfers(pair: Cluster, victim: str, s
             time.sleep(seconds)
         results = [future.result() for future in running]
     wait_whole(pair, 4)
-    pair.wait_idle(10)
+    pair.wait_idle()
     met = pair.metric(signs[0], **signs[1]) > before
     assert ask_all(pair, numbers, 60, "another") == results
     assert ask_all(pair, numbers[:6], 60, salt) == results[:6]  # with what is cached now
-    pair.wait_idle(15)
+    pair.wait_idle()
     must_hit(met or seconds < 5, "nothing was under way")
 
 
@@ -233,15 +233,15 @@ async def test_a_drained_worker_finishes_its_streams_and_leaves_when_told(pair: 
     leave = ("drain", worker, "--leave", "--timeout", "0")
     streams = await run_streams(pair, range(220, 232), 200, lambda: tandem(pair, *leave))
     assert [(len(each.tokens), each.finish, each.error) for each in streams] == [(200, "length", None)] * 12
-    exited = pair.wait_event("exited", 30)
+    exited = pair.wait_event("exited", 120)
     assert (exited["name"], exited["code"]) == (worker, 0)
-    pair.pids[worker] = int(str(pair.wait_event("restarted", 30)["pid"]))
+    pair.pids[worker] = int(str(pair.wait_event("restarted", 120)["pid"]))
     wait_whole(pair, 4)
 
 
 def drain(cluster: Cluster, worker: str) -> None:
     """Answered at once, whatever is under way."""
-    answer = httpx.post(cluster.admin + "/admin/drain", json={"workers": [worker]}, timeout=10)
+    answer = httpx.post(cluster.admin + "/admin/drain", json={"workers": [worker]}, timeout=30)
     (drained,) = answer.raise_for_status().json()["workers"]
     assert drained["name"] == worker and not drained["error"]
     must_hit(drained["under_way"], "it had nothing")
@@ -257,7 +257,7 @@ def drain(cluster: Cluster, worker: str) -> None:
     ],
 )
 def test_who_is_to_drain_is_said(pair: Cluster, body: dict[str, Any], status: int, message: str) -> None:
-    answer = httpx.post(pair.admin + "/admin/drain", json=body, timeout=10)
+    answer = httpx.post(pair.admin + "/admin/drain", json=body, timeout=30)
     assert answer.status_code == status and message in answer.json()["error"]["message"]
 
 
@@ -267,22 +267,22 @@ async def test_a_gateway_that_is_told_to_stop_finishes_its_streams(pair: Cluster
 
     def stop() -> None:
         os.kill(pair.pids["gateway"], signal.SIGTERM)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         with contextlib.suppress(httpx.ConnectError):
             while time.monotonic() < deadline:
                 with contextlib.suppress(httpx.ReadError):  # the kernel had it, and the gateway not yet
-                    httpx.get(pair.url + "/live", timeout=5)
+                    httpx.get(pair.url + "/live", timeout=30)
             pytest.fail("it takes connections still")
 
     streams = await run_streams(pair, range(240, 244), 200, stop)
     assert [(len(each.tokens), each.finish, each.error) for each in streams] == [(200, "length", None)] * 4
-    exited = pair.wait_event("exited", 30)
+    exited = pair.wait_event("exited", 120)
     assert (exited["name"], exited["code"]) == ("gateway", 0)
-    pair.pids["gateway"] = int(str(pair.wait_event("restarted", 30)["pid"]))
-    deadline = time.monotonic() + 30
+    pair.pids["gateway"] = int(str(pair.wait_event("restarted", 120)["pid"]))
+    deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(pair.url + "/health", timeout=5).status_code == 200:
+            if httpx.get(pair.url + "/health", timeout=30).status_code == 200:
                 break
         assert time.monotonic() < deadline
         time.sleep(0.1)

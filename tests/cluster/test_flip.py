@@ -38,7 +38,7 @@ def as_it_was(four: Cluster) -> Iterator[None]:
 
 
 def members(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    status = httpx.get(cluster.admin + "/admin/status", timeout=10).json()
+    status = httpx.get(cluster.admin + "/admin/status", timeout=30).json()
     return {member["name"]: member for member in status["members"] if "-" in member["name"]}
 
 
@@ -53,7 +53,7 @@ def flip(cluster: Cluster, worker: str, role: str, **more: object) -> httpx.Resp
 def answer(cluster: Cluster, prompt: list[int] = PROMPT) -> tuple[list[str], int]:
     """Tokens, and how many of the prompt's were cached."""
     body = {"model": cluster.model, "prompt": prompt, "max_tokens": 8, "ignore_eos": True, "logprobs": 0}
-    response = httpx.post(cluster.url + "/v1/completions", json=body | {"temperature": 0}, timeout=60)
+    response = httpx.post(cluster.url + "/v1/completions", json=body | {"temperature": 0}, timeout=120)
     assert response.status_code == 200, response.text
     found = response.json()
     return found["choices"][0]["logprobs"]["tokens"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -149,17 +149,17 @@ def test_what_cannot_be_is_refused_and_says_why(four: Cluster) -> None:
     assert last.status_code == 409 and "the last worker that decodes" in last.json()["error"]["message"]
     assert roles(four)["decode-1"] == "decode"
 
-    httpx.post(four.admin + "/admin/drain", json={"workers": ["prefill-0"]}, timeout=10)
+    httpx.post(four.admin + "/admin/drain", json={"workers": ["prefill-0"]}, timeout=30)
     draining = flip(four, "prefill-0", "decode")
     assert draining.status_code == 409 and "draining" in draining.json()["error"]["message"]
-    httpx.post(four.admin + "/admin/undrain", json={"workers": ["prefill-0"]}, timeout=10)
+    httpx.post(four.admin + "/admin/undrain", json={"workers": ["prefill-0"]}, timeout=30)
 
     command = [sys.executable, "-m", "services.cli", "flip", "decode-1", "prefill", "--url", four.url]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=90)
     assert refused.returncode != 0 and "keeps its role" in refused.stderr
     forced = subprocess.run([*command, "--force"], capture_output=True, text=True, timeout=90)
     assert forced.returncode == 0 and forced.stdout.startswith("decode-1: decode to prefill in ")
-    health = httpx.get(four.url + "/health", timeout=5)
+    health = httpx.get(four.url + "/health", timeout=30)
     assert health.status_code == 503
     assert flip(four, "decode-1", "decode").status_code == 200
     answer(four)

@@ -1,4 +1,4 @@
-"""Policies in a real cluster: requests go where the policy says. All of them: tests/services/test_router_policies.py."""
+"""Policies in a real cluster: requests go where they say. All of them: tests/services/test_router_policies.py."""
 
 import itertools
 import json

@@ -37,7 +37,7 @@ print(json.dumps(found))
 # Statuses of requests given as lines of JSON: method, URL, headers, body.
 ASK = """
 import json, sys, httpx
-with httpx.Client(trust_env=False, timeout=30) as client:
+with httpx.Client(trust_env=False, timeout=120) as client:
     for line in sys.stdin:
         method, url, headers, body = json.loads(line)
         answer = client.request(method, url, headers=headers, content=body.encode())

@@ -82,7 +82,7 @@ class Clients:
         self._pool.shutdown(wait=True)
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -90,7 +90,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def nothing_is_left(cluster: Cluster) -> None:
-    cluster.wait_idle(20)
+    cluster.wait_idle()
     eventually(lambda: cluster.metric("tandem_router_reservations") == 0)
     assert cluster.metric("tandem_router_queue_requests") == cluster.metric("tandem_router_queue_tokens") == 0
 
@@ -109,7 +109,7 @@ def test_a_tenant_that_floods_does_not_keep_another_waiting(cluster: Cluster) ->
         [sys.executable, "-m", "services.cli", "router", "explain", clients.ids["other"], "--url", cluster.url],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert "in the queue" in explained.stdout, explained
     assert cluster.metric("tandem_router_queue_seconds_count", priority="high") == 1

@@ -23,8 +23,9 @@ from services.ray_plan import RayPlan, RayWorkerPlan
 from services.rpc import cluster_pb2
 from services.running import find, members_of
 
-OPTIONS = ("--dummy-seed", "5", "--kv-memory", "64MiB")
-STREAMS = 12
+OPTIONS = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB")
+STREAMS, TOKENS = 4, 150
+PATIENT = {"TANDEM_WORKER_WAIT": "60"}  # on a busy machine all workers may miss their leases at once
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def wait_replaced(
 def test_a_node_is_lost_under_load(nodes: RayNodes, model: Path, tmp_path: Path) -> None:
     options = ("--on", "ray", "--prefill", "1", "--decode", "2", "--local-prefill-tokens", "0", *OPTIONS)
     began = time.monotonic()
-    cluster = start_cluster(tmp_path, *options, model=str(model))
+    cluster = start_cluster(tmp_path, *options, model=str(model), env=PATIENT)
     try:
         print(f"ready after {time.monotonic() - began:.1f} s")
         before = workers(cluster)
@@ -70,7 +71,7 @@ def test_a_node_is_lost_under_load(nodes: RayNodes, model: Path, tmp_path: Path)
         assert sorted(before) == ["decode-0", "decode-1", "prefill-0"]
         assert set(places.values()) == set(nodes.raylets), "they are not spread over all nodes"
         assert set(cluster.pids) == {"router", "gateway", "ray"}
-        expected = asyncio.run(run_streams(cluster, range(STREAMS), 150))
+        expected = asyncio.run(run_streams(cluster, range(STREAMS), TOKENS))
         assert [stream.error for stream in expected] == [None] * STREAMS
 
         victim = next(name for name, place in places.items() if name != "prefill-0" and place != nodes.head)
@@ -80,30 +81,30 @@ def test_a_node_is_lost_under_load(nodes: RayNodes, model: Path, tmp_path: Path)
             killed[victim] = time.monotonic()
             nodes.kill(places[victim])
 
-        streams = asyncio.run(run_streams(cluster, range(STREAMS), 150, kill_node))
+        streams = asyncio.run(run_streams(cluster, range(STREAMS), TOKENS, kill_node))
         print(f"{victim}'s node killed: longest gap {max(stream.gap for stream in streams):.2f} s")
         assert [stream.error for stream in streams] == [None] * STREAMS
         assert [stream.tokens for stream in streams] == [stream.tokens for stream in expected]
 
         os.kill(before["prefill-0"].pid, signal.SIGKILL)  # a worker alone, too
         killed["prefill-0"] = time.monotonic()
-        took = wait_replaced(cluster, before, killed, 90)
+        took = wait_replaced(cluster, before, killed, 180)
         print(f"back after {', '.join(f'{name} {seconds:.1f} s' for name, seconds in took.items())}")
         after = workers(cluster)
         assert nodes.of(after[victim].pid) in nodes.raylets
         assert nodes.of(after["prefill-0"].pid) in nodes.raylets
 
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not cluster.metric("tandem_kv_transfers_total", outcome="committed", worker=victim):
             assert time.monotonic() < deadline, "the worker that came back takes no part"
             again = asyncio.run(run_streams(cluster, range(STREAMS), 20))
             assert [stream.error for stream in again] == [None] * STREAMS
             assert [stream.tokens for stream in again] == [stream.tokens[:20] for stream in expected]
-        cluster.wait_idle(15)
+        cluster.wait_idle()
     finally:
         pids = [member.pid for member in workers(cluster).values()]
         stop_cluster(cluster)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"workers are left: {left}"
         time.sleep(0.1)
@@ -123,9 +124,9 @@ def test_through_the_client(nodes: RayNodes, model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.timeout(600)
 def test_the_planner_adds_and_ends_workers(nodes: RayNodes, model: Path, tmp_path: Path) -> None:
-    options = ("--on", "ray", "--prefill", "1", "--decode", "1", "--planner", "act", "--threads", "1", *OPTIONS)
-    settings = {
-        "TANDEM_PLANNER_INTERVAL": "0.5",
+    options = ("--on", "ray", "--prefill", "1", "--decode", "1", "--planner", "act", *OPTIONS)
+    settings = PATIENT | {
+        "TANDEM_PLANNER_INTERVAL": "1",
         "TANDEM_PLANNER_MINIMUM": "prefill=1,decode=2",
         "TANDEM_PLANNER_WORKERS": "3",
         "TANDEM_PLANNER_ROLES": "prefill,decode",
@@ -133,15 +134,16 @@ def test_the_planner_adds_and_ends_workers(nodes: RayNodes, model: Path, tmp_pat
     cluster = start_cluster(tmp_path, *options, model=str(model), env=settings)
     try:
         wait(lambda: "decode-1" in workers(cluster))  # as there are to be two
-        before = workers(cluster)
-        assert nodes.of(before["decode-1"].pid) in nodes.raylets
-        expected = asyncio.run(run_streams(cluster, range(STREAMS), 150))
+        assert nodes.of(workers(cluster)["decode-1"].pid) in nodes.raylets
+        expected = asyncio.run(run_streams(cluster, range(STREAMS), TOKENS))
         assert [stream.error for stream in expected] == [None] * STREAMS
         assert cluster.metric("tandem_kv_transfers_total", outcome="committed", worker="decode-1")
 
         for name in ("decode-1", "decode-0"):  # what came later has its place alone, what was there at first shares one
             before = workers(cluster)
-            ended = asyncio.run(run_streams(cluster, range(STREAMS), 150, lambda name=name: wish_away(cluster, name)))
+            ended = asyncio.run(
+                run_streams(cluster, range(STREAMS), TOKENS, lambda name=name: wish_away(cluster, name))
+            )
             assert [stream.error for stream in ended] == [None] * STREAMS
             assert [stream.tokens for stream in ended] == [stream.tokens for stream in expected]
             wait(lambda before=before, name=name: not Path(f"/proc/{before[name].pid}").exists())
@@ -151,10 +153,10 @@ def test_the_planner_adds_and_ends_workers(nodes: RayNodes, model: Path, tmp_pat
     finally:
         pids = [member.pid for member in workers(cluster).values()]
         stop_cluster(cluster)
-    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def wait(is_so: Callable[[], bool], seconds: float = 90.0) -> None:
+def wait(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
@@ -187,7 +189,7 @@ def test_what_does_not_fit_is_told_at_once(nodes: RayNodes, model: Path) -> None
         "threads=9",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "up", *options], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "services.cli", "up", *options], capture_output=True, text=True, timeout=120
     )
     assert done.returncode != 0
     assert "decode-0 needs 9 CPU of one node" in done.stderr
@@ -200,7 +202,7 @@ def test_a_node_without_the_model(nodes: RayNodes, tmp_path: Path) -> None:
     with_state = EmbeddedState()
     try:
         environment = os.environ | {"TANDEM_STATE": with_state.url}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     finally:
         with_state.close()
     assert done.returncode == 78

@@ -85,7 +85,7 @@ def joined(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Clu
 def ask(cluster: Cluster, number: int) -> list[str] | None:
     """The tokens; None for an answer that says to come again."""
     request = body(cluster.model, number, 30) | {"stream": False}
-    answer = httpx.post(cluster.url + "/v1/completions", json=request, timeout=30)
+    answer = httpx.post(cluster.url + "/v1/completions", json=request, timeout=120)
     if answer.status_code == 503:
         return None
     assert answer.status_code == 200, answer.text

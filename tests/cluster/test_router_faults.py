@@ -48,7 +48,7 @@ async def held(cluster: Cluster) -> int:
     for worker in await members_of(running, "aggregated"):
         async with make_channel(worker.grpc_address, key_of(running)) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            hashes.update((await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=5)).block_hashes)
+            hashes.update((await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=30)).block_hashes)
     return len(hashes)
 
 

@@ -37,7 +37,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     stop_cluster(cluster)
 
 
-def wait_for(cluster: Cluster, name: str, value: float, seconds: float = 20.0, **labels: str) -> None:
+def wait_for(cluster: Cluster, name: str, value: float, seconds: float = 60.0, **labels: str) -> None:
     deadline = time.monotonic() + seconds
     while cluster.metric(name, **labels) != value:
         assert time.monotonic() < deadline, f"{name} {labels} is {cluster.metric(name, **labels)}, not {value}"
@@ -53,7 +53,7 @@ class Streams:
         with contextlib.ExitStack() as stack:
             for _ in range(count):
                 url = f"{cluster.url}/v1/completions"
-                answer = stack.enter_context(httpx.stream("POST", url, json=body | {"stream": True}, timeout=60))
+                answer = stack.enter_context(httpx.stream("POST", url, json=body | {"stream": True}, timeout=120))
                 self._lines.append(answer.iter_lines())
                 assert next(self._lines[-1])
             self._stack = stack.pop_all()
@@ -67,7 +67,7 @@ class Streams:
 
 def router_command(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", "router", *arguments, "--url", cluster.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def kill_router(cluster: Cluster, name: str) -> None:
@@ -115,7 +115,7 @@ def test_a_killed_router_fails_no_request_where_there_is_another(two: Cluster) -
         for name in ("router", "router-1"):
             kill_router(two, name)
             clients.wait(40)
-            event = two.wait_event("restarted", 30)
+            event = two.wait_event("restarted", 120)
             assert event["name"] == name
             wait_for(two, "tandem_router_workers", 2, worker=name, role="aggregated")
             clients.wait(8)
@@ -140,5 +140,5 @@ def test_the_only_router_is_waited_for(one: Cluster) -> None:
 
 def test_a_cluster_has_a_router() -> None:
     command = [sys.executable, "-m", "services.cli", "up", "--routers", "0"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert refused.returncode and "--routers 1" in refused.stderr

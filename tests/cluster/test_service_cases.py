@@ -57,7 +57,7 @@ def test_b279_times_are_counted_once_a_request(cluster: Cluster) -> None:
     stream(cluster, max_tokens=3)
     stream(cluster, max_tokens=3, n=2)
     stream(cluster, max_tokens=400, leave_after=1)
-    refused = httpx.post(cluster.url + "/v1/completions", json={"model": cluster.model, "n": 10**9}, timeout=10)
+    refused = httpx.post(cluster.url + "/v1/completions", json={"model": cluster.model, "n": 10**9}, timeout=30)
     assert refused.status_code == 400
     cluster.wait_idle()
     counted = {name: value - before[name] for name, value in books(cluster).items()}
@@ -81,13 +81,13 @@ def test_b280_b286_the_first_token_is_when_the_client_had_it(cluster: Cluster) -
     assert seen["itl"] == 63 and seen["itl_seconds"] > 0
     # Of two clocks that run alike: to the first token and from it to the last one, within the whole.
     assert seen["ttft_seconds"] + seen["itl_seconds"] <= times[-1]
-    latest = httpx.get(cluster.admin + "/api/live", timeout=10).json()["requests"][0]
+    latest = httpx.get(cluster.admin + "/api/live", timeout=30).json()["requests"][0]
     prefill = next(bar for bar in latest["bars"] if bar["stage"] == "prefill")
     assert seen["ttft_seconds"] >= prefill["seconds"] > 0
 
 
 def test_b281_the_share_of_the_only_gateway_is_everything(cluster: Cluster) -> None:
-    told = [httpx.get(cluster.admin + path, timeout=10).text for path in ("/metrics", "/metrics/share")]
+    told = [httpx.get(cluster.admin + path, timeout=30).text for path in ("/metrics", "/metrics/share")]
     whole, share = ({line for line in text.splitlines() if "tandem_member_up{" in line} for text in told)
     assert len(whole) == 4 and share == whole
 
@@ -106,7 +106,7 @@ def test_b291_b309_a_taken_port_ends_the_start_and_is_named(cluster: Cluster, ro
             env=os.environ | {f"TANDEM_{name}": value for name, value in told.items()},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
     assert process.returncode not in (0, None) and f"127.0.0.1:{port}" in process.stderr
     assert "Traceback" not in process.stderr
@@ -127,7 +127,7 @@ def test_b291_b309_a_taken_port_ends_the_start_and_is_named(cluster: Cluster, ro
 def test_b333_huge_numbers_cost_nothing(cluster: Cluster, fields: dict[str, Any]) -> None:
     before = resident(cluster.pids["gateway"])
     body = json.dumps({"model": cluster.model, "prompt": "x"} | fields)
-    answer = httpx.post(cluster.url + "/v1/completions", content=body, timeout=60)
+    answer = httpx.post(cluster.url + "/v1/completions", content=body, timeout=120)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
     assert resident(cluster.pids["gateway"]) < before + (200 << 20)
     assert cluster.metric("tandem_requests_running") == 0
@@ -148,7 +148,7 @@ def test_b334_headers_are_not_gathered(cluster: Cluster, piece: bytes) -> None:
             for _ in range(16_384):  # 1 GiB at most
                 raw.sendall(piece)
     assert resident(cluster.pids["gateway"]) < before + (10 << 20)
-    assert httpx.get(cluster.url + "/live", timeout=10).status_code == 200
+    assert httpx.get(cluster.url + "/live", timeout=30).status_code == 200
 
 
 def test_b336_what_would_run_code_runs_nowhere(cluster: Cluster, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_b336_what_would_run_code_runs_nowhere(cluster: Cluster, tmp_path: Path)
     assert len(ports) > 6, ports
     for port in ports:
         for message in (pickled, len(pickled).to_bytes(4, "big") + pickled, b"\xff" + bytes(8) + b"\x7f" + pickled):
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as raw:
+            with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
                 raw.settimeout(0.2)
                 with contextlib.suppress(OSError):  # it hangs up, or waits for more
                     raw.sendall(message)
@@ -200,5 +200,5 @@ async def test_b337_events_are_for_those_with_the_key(cluster: Cluster) -> None:
     "name", ["../../etc/passwd", "/etc/passwd", "a\0b", "x" * 300, "SmolLM2-135M-Instruct/../SmolLM2-135M-Instruct"]
 )
 def test_b345_names_of_models_are_no_paths(cluster: Cluster, name: str) -> None:
-    answer = httpx.post(cluster.url + "/v1/completions", json={"model": name, "prompt": "x"}, timeout=10)
+    answer = httpx.post(cluster.url + "/v1/completions", json={"model": name, "prompt": "x"}, timeout=30)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"

@@ -60,10 +60,10 @@ class Sick(Worker):
         if not self.is_healed:
             await context.abort(grpc.StatusCode.INTERNAL, "sick")
         request.worker_incarnation = self._healthy
-        return await worker_pb2_grpc.WorkerStub(self._channel).Submit(request, timeout=5)
+        return await worker_pb2_grpc.WorkerStub(self._channel).Submit(request, timeout=30)
 
     async def Abort(self, request: worker_pb2.AbortRequest, context: Any) -> worker_pb2.AbortReply:
-        return await worker_pb2_grpc.WorkerStub(self._channel).Abort(request, timeout=5)
+        return await worker_pb2_grpc.WorkerStub(self._channel).Abort(request, timeout=30)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -105,7 +105,7 @@ async def metric(cluster: Cluster, name: str, **labels: str) -> float:
 
 async def ask(cluster: Cluster, number: int) -> None:
     body = {"model": cluster.model, "prompt": prompt(number), "max_tokens": 4, "ignore_eos": True}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=120) as client:
         answer = await client.post(cluster.url + "/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 4
@@ -116,18 +116,18 @@ async def left_out(cluster: Cluster) -> dict[str, str]:
     running = find(cluster.url)
     (router,) = await members_of(running, "router")
     async with make_channel(router.grpc_address, key_of(running)) as channel:
-        reply = await router_pb2_grpc.RouterStub(channel).Explain(router_pb2.ExplainRequest(), timeout=5)
+        reply = await router_pb2_grpc.RouterStub(channel).Explain(router_pb2.ExplainRequest(), timeout=30)
     return {worker.name: worker.reason for worker in reply.placements[0].left_out}
 
 
 def explained(cluster: Cluster) -> str:
     """What the command says of the latest placement."""
     command = [sys.executable, "-m", "services.cli", "router", "explain", "--url", cluster.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 async def test_prompts_that_are_too_long_open_nothing(pair: Cluster) -> None:
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=120) as client:
         for _ in range(20):
             body = {"model": pair.model, "prompt": list(range(10, 3010)), "max_tokens": 4}
             answer = await client.post(pair.url + "/v1/completions", json=body)

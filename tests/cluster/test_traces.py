@@ -56,7 +56,7 @@ def ask(cluster: Cluster, trace: str = "", **fields: Any) -> httpx.Response:
     if trace:
         headers["traceparent"] = f"00-{trace}-{'c' * 16}-01"
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
-    answer = httpx.post(cluster.url + "/v1/completions", json=body | fields, headers=headers, timeout=60)
+    answer = httpx.post(cluster.url + "/v1/completions", json=body | fields, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -121,7 +121,7 @@ def test_a_stream_ends_with_it_and_openai_clients_do_not_mind(cluster: Cluster) 
 
 def test_who_does_not_ask_is_not_told(cluster: Cluster) -> None:
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 2}
-    answer = httpx.post(cluster.url + "/v1/completions", json=body, headers=cluster.headers, timeout=60)
+    answer = httpx.post(cluster.url + "/v1/completions", json=body, headers=cluster.headers, timeout=120)
     assert "server-timing" not in answer.headers
 
 
@@ -129,7 +129,7 @@ def test_a_client_that_wants_no_trace_gets_none(cluster: Cluster, collector: Otl
     unwanted, wanted = secrets.token_hex(16), secrets.token_hex(16)
     headers = cluster.headers | {"traceparent": f"00-{unwanted}-{'c' * 16}-00"}
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 2}
-    assert httpx.post(cluster.url + "/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    assert httpx.post(cluster.url + "/v1/completions", json=body, headers=headers, timeout=120).status_code == 200
     ask(cluster, wanted, max_tokens=2)
     collector.wait(wanted, has("gateway", "place", "transfer", "prefill", "decode"))
     assert not [span for span in collector.spans if span.trace == unwanted]
@@ -141,7 +141,7 @@ def test_a_request_that_moves_stays_one_trace(cluster: Cluster, collector: OtlpR
     headers = cluster.headers | {"traceparent": f"00-{trace}-{'c' * 16}-01", "x-tandem-timing": "1"}
     body = {"model": cluster.model, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     text = ""
-    with httpx.stream("POST", cluster.url + "/v1/completions", json=body, headers=headers, timeout=60) as answer:
+    with httpx.stream("POST", cluster.url + "/v1/completions", json=body, headers=headers, timeout=120) as answer:
         for piece in answer.iter_text():
             if not text:
                 place = of(collector.wait(trace, lambda spans: bool(of(spans, "place"))), "place")[0]
@@ -185,10 +185,10 @@ def test_logs_have_ids_and_neither_prompts_nor_keys(cluster: Cluster) -> None:
     url = cluster.url + "/v1/chat/completions"
     body = {"model": cluster.model, "messages": [{"role": "user", "content": secret}], "max_tokens": 2}
     codes = [
-        httpx.post(url, json=body, headers=headers, timeout=60).status_code,
-        httpx.post(url, json=body | {"temperature": secret}, headers=headers, timeout=60).status_code,
-        httpx.post(url, json=body, headers={"authorization": f"Bearer {secret}"}, timeout=60).status_code,
-        httpx.post(url, content=secret.encode(), headers=headers, timeout=60).status_code,
+        httpx.post(url, json=body, headers=headers, timeout=120).status_code,
+        httpx.post(url, json=body | {"temperature": secret}, headers=headers, timeout=120).status_code,
+        httpx.post(url, json=body, headers={"authorization": f"Bearer {secret}"}, timeout=120).status_code,
+        httpx.post(url, content=secret.encode(), headers=headers, timeout=120).status_code,
     ]
     assert codes == [200, 400, 401, 400]
 

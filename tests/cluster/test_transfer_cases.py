@@ -46,7 +46,7 @@ def prompt(number: int, length: int) -> list[int]:
 def ask(cluster: Cluster, tokens: list[int], **more: Any) -> Any:
     """All choices, with logprobs."""
     body = {"model": cluster.model, "prompt": tokens, "max_tokens": 12, "logprobs": 1, "ignore_eos": True, "seed": 3}
-    answer = httpx.post(cluster.url + "/v1/completions", json=body | more, timeout=60)
+    answer = httpx.post(cluster.url + "/v1/completions", json=body | more, timeout=120)
     assert answer.status_code == 200, answer.text
     return [(choice["text"], choice["logprobs"], choice["finish_reason"]) for choice in answer.json()["choices"]]
 
@@ -108,7 +108,7 @@ def test_a_long_answer_that_is_read_slowly_is_whole(pair: Cluster) -> None:
     body = {"model": pair.model, "prompt": prompt(8, 40), "max_tokens": 1200, "ignore_eos": True, "stream": True}
     body |= {"logprobs": 0, "stream_options": {"include_usage": True}}
     tokens, usage = 0, {}
-    with httpx.stream("POST", pair.url + "/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream("POST", pair.url + "/v1/completions", json=body, timeout=120) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
@@ -137,9 +137,9 @@ def test_after_a_storm_of_clients_that_leave_all_is_as_before(pair: Cluster, alo
     dice = random.Random(4)
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         list(pool.map(lambda number: leave_soon(pair, number, dice), range(240)))
-    pair.wait_idle(15)
+    pair.wait_idle()
     assert pair.metric("tandem_kv_credits_waiting") == 0
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 60
     while pair.metric("tandem_router_reservations"):  # the router counts once a second
         assert time.monotonic() < ends, "load stays booked that nobody has"
         time.sleep(0.1)
@@ -171,7 +171,7 @@ def test_clients_leave_and_then_the_prefill_worker_dies(pair: Cluster, alone: Cl
             os.kill(pair.pids["prefill-0"], signal.SIGKILL)
             for future in leaving:
                 future.result()
-        pair.wait_idle(20)  # a lease, and some
+        pair.wait_idle()  # a lease, and some
         wait_for_prefill(pair)
     os.kill(decode, 0)  # it has lived through all of it
     assert ask(pair, prompt(10, 90)) == ask(alone, prompt(10, 90))
@@ -179,7 +179,7 @@ def test_clients_leave_and_then_the_prefill_worker_dies(pair: Cluster, alone: Cl
 
 def wait_for_prefill(cluster: Cluster) -> None:
     """Until the supervisor has started another and the router knows it."""
-    event = cluster.wait_event("restarted", 30)
+    event = cluster.wait_event("restarted", 120)
     cluster.pids[str(event["name"])] = int(str(event["pid"]))
     deadline = time.monotonic() + 60
     while cluster.metric("tandem_router_workers") != 2:

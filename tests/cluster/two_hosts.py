@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster.harness import Cluster, free_port
+from cluster.harness import PATIENT, Cluster, free_port
 
 from services.embedded_state import find_server
 from services.process import die_with_parent
@@ -125,7 +125,7 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
     """Each process started by itself, as on several machines."""
     folder.mkdir(parents=True, exist_ok=True)
     state, http, admin, log = free_port(), free_port(), free_port(), folder / "log"
-    env = os.environ | {"TANDEM_CLUSTER_KEY": KEY, "TANDEM_STATE": f"redis://:{KEY}@{net.here}:{state}/0"}
+    env = os.environ | PATIENT | {"TANDEM_CLUSTER_KEY": KEY, "TANDEM_STATE": f"redis://:{KEY}@{net.here}:{state}/0"}
     env |= {"TANDEM_MODEL": str(model), "PYTHONUNBUFFERED": "1"}
     serve = [sys.executable, "-m", "services.cli", "serve"]
     commands = [[find_server(), "--bind", net.here, "--port", str(state), "--requirepass", KEY, "--save", ""]]
@@ -143,7 +143,7 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
             processes.append(process)
     cluster = Cluster(processes[-1], f"http://127.0.0.1:{http}", log, model.name, admin=f"http://127.0.0.1:{admin}")
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while not _ready(cluster):
             assert time.monotonic() < deadline, log.read_text()[-4000:]
             time.sleep(0.2)
@@ -161,6 +161,6 @@ def cluster_on(net: Network, folder: Path, model: Path, *options: str) -> Iterat
 def _ready(cluster: Cluster) -> bool:
     """Whether it answers, and the router has both workers."""
     with contextlib.suppress(httpx.HTTPError):
-        if httpx.get(cluster.url + "/health", timeout=5).status_code == 200:
+        if httpx.get(cluster.url + "/health", timeout=30).status_code == 200:
             return cluster.metric("tandem_router_workers") == 2
     return False
