@@ -100,9 +100,11 @@ class Reservations:
             table["requests"][computing] += sign
         if sign > 0:
             # As `queued`, of one worker: numbers are quicker than arrays of one.
-            rate, since = table["prefill_rate"][computing], reservation.booked - table["queue_at"][computing]
+            rate: float = table["prefill_rate"][computing]
+            since: float = reservation.booked - table["queue_at"][computing]
             worked = rate * max(0.0, since) if rate > 0 else 0.0
-            queued = min(max(table["queue"][computing] - worked, 0.0), table["prefill_tokens"][computing])
-            table["queue"][computing] = queued + reservation.prefill_tokens
+            before: float = table["queue"][computing] - worked
+            booked: float = table["prefill_tokens"][computing]
+            table["queue"][computing] = min(max(before, 0.0), booked) + reservation.prefill_tokens
             table["queue_at"][computing] = reservation.booked
         table["prefill_tokens"][computing] += sign * reservation.prefill_tokens
