@@ -17,6 +17,7 @@ from services import logs, tracing
 from services.config import ClusterConfig
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)  # loaded here: after a fork there must be no loading
 
 
@@ -53,6 +54,11 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """From now on this process is the parent of those among its descendants whose own parent has ended."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def seconds_since_start() -> float:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.process import die_with_parent
+from services.forked import ForkedProcess, ForkServer
+from services.process import adopt_orphans, die_with_parent
 
 EXIT_CONFIGURATION = 78  # sysexits.h EX_CONFIG: a restart would not help
 _BACKOFF = (0.2, 10.0)  # first and longest wait before a restart, seconds
 _STABLE_SECONDS = 30.0  # a child that ran so long starts with the first wait again
 _STOP_SECONDS = 8.0  # from SIGTERM to SIGKILL
+_REAP_SECONDS = (0.01, 1.0)  # between two looks, and in all
 _LONGEST_LINE = 1 << 20  # bytes; a longer one is shown in pieces
 
 
@@ -28,10 +30,11 @@ class Child:
     command: list[str]
     env: dict[str, str]
     places: tuple[str, ...] = ()  # members that it has run elsewhere; then it is none itself
+    fork_server: ForkServer | None = None  # that starts it, as a fork; else it is a new program
     is_leaving: bool = False  # it is to end, and not to be started again
     has_run: bool = False  # for so long that its configuration cannot be wrong
     is_given_up: bool = False  # as its configuration is wrong
-    process: asyncio.subprocess.Process | None = None
+    process: asyncio.subprocess.Process | ForkedProcess | None = None
     restarts: int = 0
     backoff: float = _BACKOFF[0]
     started: float = 0.0
@@ -64,6 +67,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Starts all children and watches them. OSError if a command cannot be run."""
+        adopt_orphans()  # forks are children of this process then
         for child in self.children:
             await self._start(child)
 
@@ -88,6 +92,8 @@ class Supervisor:
         """SIGTERM to all, SIGKILL to what remains after 8 s."""
         self._stop.set()  # watchers end with their children; one that is about to spawn sees it
         for child in self.children:
+            if child.fork_server is not None:
+                child.fork_server.close()
             _terminate(child)
         if self._watchers:
             _, late = await asyncio.wait(self._watchers, timeout=_STOP_SECONDS)
@@ -110,15 +116,7 @@ class Supervisor:
         # A pipe of our own: asyncio's would delay the news of an exit until all that the child started has ended, too.
         read, write = os.pipe()
         try:
-            child.process = await asyncio.create_subprocess_exec(
-                *child.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=write,
-                stderr=asyncio.subprocess.STDOUT,
-                env=child.env,
-                start_new_session=True,
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
-            )
+            child.process = await self._run(child, write)
         except BaseException:
             os.close(read)
             raise
@@ -128,6 +126,24 @@ class Supervisor:
         child.output = asyncio.get_running_loop().create_task(self._copy(child.name, read))
         if self._stop.is_set() or child.is_leaving:
             _terminate(child)
+
+    async def _run(self, child: Child, output: int) -> asyncio.subprocess.Process | ForkedProcess:
+        if child.fork_server is not None:
+            try:
+                return await child.fork_server.fork(child.command, child.env, output)
+            except OSError as error:
+                if self._stop.is_set():
+                    raise
+                self._line(child.name, f"starts as a new program, not by a fork: {error}")
+        return await asyncio.create_subprocess_exec(
+            *child.command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env=child.env,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
 
     async def _copy(self, name: str, descriptor: int) -> None:
         """Hands on whole lines until the stream ends: a child whose output nobody reads would block."""
@@ -152,6 +168,7 @@ class Supervisor:
             assert child.process is not None
             code = await child.process.wait()
             _kill_group(child)
+            await _reap_group(child.process.pid)
             self._event("exited", name=child.name, code=code)
             if time.monotonic() - child.started > _STABLE_SECONDS:
                 child.backoff = _BACKOFF[0]
@@ -208,3 +225,18 @@ def _kill_group(child: Child) -> None:
     if child.process is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
+
+
+async def _reap_group(leader: int) -> None:
+    """Reaps what this process has adopted of a child's group, which was killed."""
+    pause, most = _REAP_SECONDS
+    with contextlib.suppress(ChildProcessError):  # nobody is left
+        for _ in range(round(most / pause)):
+            _reap_ended(leader)
+            await asyncio.sleep(pause)
+
+
+def _reap_ended(leader: int) -> None:
+    """ChildProcessError if nobody is left."""
+    while os.waitpid(-leader, os.WNOHANG)[0]:
+        pass

@@ -38,6 +38,7 @@ from services.config import (
 )
 from services.elastic import ChildWorkers, Wishes
 from services.embedded_state import EmbeddedState
+from services.forked import ForkServer
 from services.parts import WORKER_ROLES, ModelFlag, Part, UpOptions, named, parts_of, share_of_tiers
 from services.planner.wanted import Wanted
 from services.prepare import StartFailed, prepare_model
@@ -53,6 +54,8 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _KEYS = ("api_keys", "api_keys_file", "admin_key")  # of the gateway alone
 _TLS = ("tls_certificate", "tls_key", "tls_ca", "tls_name")
 _KEY_VARIABLES = {f"TANDEM_{name.upper()}" for name in _KEYS}
+_WITH_TORCH = ("services.cli", "services.worker.serve")
+_WITHOUT_TORCH = ("services.cli", "services.gateway.serve", "services.router.serve")
 _START_SECONDS = 300.0
 _START_ATTEMPTS = 5  # of a child that dies again and again
 
@@ -403,6 +406,7 @@ class _Children:
     def __init__(self, environment: dict[str, str], living: list[Child]) -> None:
         self._environment = environment
         self._living = living  # the supervisor's list, which those who ended have left
+        self._fork_servers: dict[tuple[str, ...], ForkServer] = {}  # by what they import
 
     def child(self, name: str, part: Part) -> Child:
         """Of this name."""
@@ -412,7 +416,15 @@ class _Children:
         if role in WORKER_ROLES:
             own.setdefault("TANDEM_FIRST_DEVICE", str(self._free(len(_devices(self._environment | own)))))
         whole = self._environment | own | {"TANDEM_NAME": name}
-        return Child(name, command, whole if role == "gateway" else _without_keys(whole))
+        env = whole if role == "gateway" else _without_keys(whole)
+        return Child(name, command, env, fork_server=self._fork_server(role))
+
+    def _fork_server(self, role: str) -> ForkServer:
+        """Those who compute import torch, the others do not."""
+        modules = _WITH_TORCH if role in (*WORKER_ROLES, "kv") else _WITHOUT_TORCH
+        if modules not in self._fork_servers:
+            self._fork_servers[modules] = ForkServer(modules, _without_keys(self._environment))
+        return self._fork_servers[modules]
 
     def _free(self, count: int) -> int:
         """The first of so many devices; more than there are count round."""

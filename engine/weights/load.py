@@ -1,6 +1,7 @@
 """Builds a model from a folder: each tensor of its safetensors files goes to its place in the fused parameters."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -45,7 +46,9 @@ def load_model(
         quantise(model, chosen)
     if torch.device(device).type == "cuda":
         require_weights(sum(weight.nbytes for weight in model.parameters()), *torch.cuda.mem_get_info(device))
-    model = model.to_empty(device=device).eval()
+    # As `to_empty`, which asks a meta tensor for its like, and so imports sympy: a second of a worker's start.
+    cast(Any, model)._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
+    model.eval()
     if dummy_seed is not None:
         _randomise(rounded_places(model.places()), dummy_seed)
     else:
