@@ -70,10 +70,16 @@ def _between(connection: socket.socket) -> Start:
     os.environ.clear()
     os.environ.update(start.env)
     sys.argv = [start.module, *start.arguments]
-    setproctitle.setproctitle(" ".join((sys.executable, "-m", *sys.argv)))  # as if it had been started that way
+    _name(*sys.argv)
     with open(answer, "wb") as file, contextlib.suppress(BrokenPipeError):
         file.write(b"%d" % os.getpid())
     return start
+
+
+def _name(*arguments: str) -> None:
+    """Has ps and top show this process as if it had been started as `python -m ARGUMENT...`."""
+    setproctitle.setproctitle(" ".join((sys.executable, "-m", *arguments)))
+    setproctitle.setthreadtitle(os.path.basename(sys.executable))
 
 
 def main() -> None:
@@ -81,7 +87,7 @@ def main() -> None:
     connection = socket.socket(fileno=os.dup(0))
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    setproctitle.setproctitle("tandem fork server")
+    _name("services.fork_server", *sys.argv[1:])
     gc.collect()
     gc.freeze()  # collections of the forks leave shared memory alone
     start = serve(connection)

@@ -74,23 +74,28 @@ class ForkServer:
         if len(message) > MESSAGE_BYTES:
             raise OSError(f"an environment of {len(message):,} bytes is too large for a fork")
         async with self._turn:
-            if self._closed:
-                raise OSError("the fork server is closed")
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            assert self._connection is not None
-            read, write = os.pipe()
-            try:
-                socket.send_fds(self._connection, [message], [output, write])
-            except OSError:
-                os.close(read)
-                raise
-            finally:
-                os.close(write)
-            pid = await _read(read)
+            # It may have died a moment ago, so that it is tried twice.
+            pid = await self._ask(message, output) or await self._ask(message, output)
         if not pid:
-            raise OSError("the fork server has died")
-        return ForkedProcess(int(pid))
+            raise OSError("the fork server dies")
+        return ForkedProcess(pid)
+
+    async def _ask(self, message: bytes, output: int) -> int:
+        """The pid of a fork, or 0."""
+        if self._closed:
+            raise OSError("the fork server is closed")
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._connection is not None
+        read, write = os.pipe()
+        try:
+            socket.send_fds(self._connection, [message], [output, write])
+        except ConnectionError:
+            os.close(read)
+            return 0
+        finally:
+            os.close(write)
+        return int(await _read(read) or 0)
 
     def close(self) -> None:
         """Ends the server; who waits for a fork gets an OSError. What it forked runs on."""
