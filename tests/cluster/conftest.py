@@ -25,6 +25,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker with the default model."""
-    running = start_cluster(tmp_path_factory.mktemp("cluster"), "--prefill", "1", "--decode", "1")
+    running = start_cluster(tmp_path_factory.mktemp("cluster"), "--prefill", "1", "--decode", "1", "--threads", "1")
     yield running
     stop_cluster(running)

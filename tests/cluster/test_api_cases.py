@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+from cluster.harness import Cluster, start_cluster, stop_cluster
+from cluster.tiny import tiny_model
 
 GREEDY = {"temperature": 0}
 ALPHABET = "Here is the English alphabet: A, B, C"
@@ -56,7 +58,24 @@ class Api:
 
 
 @pytest.fixture(scope="module")
-def api(cluster: Any) -> Iterator[Api]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Its model's words mean nothing, and cost little."""
+    folder = tmp_path_factory.mktemp("api")
+    options = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB")
+    running = start_cluster(folder, *options, model=str(tiny_model(folder / "tiny")))
+    yield running
+    stop_cluster(running)
+
+
+@pytest.fixture(scope="module")
+def api(tiny: Cluster) -> Iterator[Api]:
+    with httpx.Client(base_url=tiny.url, timeout=120) as http:
+        yield Api(http, tiny.model)
+
+
+@pytest.fixture(scope="module")
+def real(cluster: Cluster) -> Iterator[Api]:
+    """The default model, where it matters what is said."""
     with httpx.Client(base_url=cluster.url, timeout=120) as http:
         yield Api(http, cluster.model)
 
@@ -104,9 +123,9 @@ def test_b008_cached_tokens_are_what_was_reused(api: Api) -> None:
     assert details[1] >= 64
 
 
-def test_b010_exactly_one_finish_reason(api: Api) -> None:
+def test_b010_exactly_one_finish_reason(real: Api) -> None:
     def ends(**fields: Any) -> list[str]:
-        chunks = api.stream("/v1/completions", prompt=ALPHABET, **fields | GREEDY)
+        chunks = real.stream("/v1/completions", prompt=ALPHABET, **fields | GREEDY)
         return [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
 
     assert ends(max_tokens=5, ignore_eos=True) == ["length"]
@@ -118,53 +137,53 @@ def test_b010_exactly_one_finish_reason(api: Api) -> None:
 # B. Stop strings and stop tokens
 
 
-def test_b013_stop_string_over_tokens(api: Api) -> None:
-    free = text(api.complete(max_tokens=30, **GREEDY))
+def test_b013_stop_string_over_tokens(real: Api) -> None:
+    free = text(real.complete(max_tokens=30, **GREEDY))
     stop = free[4:13]
     expected = free[: free.index(stop)]
-    whole = api.complete(max_tokens=30, stop=[stop], **GREEDY)
+    whole = real.complete(max_tokens=30, stop=[stop], **GREEDY)
     assert text(whole) == expected
     assert whole["choices"][0]["finish_reason"] == "stop"
-    assert api.stream_text(max_tokens=30, stop=[stop], **GREEDY) == expected
+    assert real.stream_text(max_tokens=30, stop=[stop], **GREEDY) == expected
 
 
-def test_b014_stop_inside_a_token(api: Api) -> None:
-    free = text(api.complete(max_tokens=30, **GREEDY))
+def test_b014_stop_inside_a_token(real: Api) -> None:
+    free = text(real.complete(max_tokens=30, **GREEDY))
     stop = free[3:6]
-    assert text(api.complete(max_tokens=30, stop=[stop], **GREEDY)) == free[: free.index(stop)]
+    assert text(real.complete(max_tokens=30, stop=[stop], **GREEDY)) == free[: free.index(stop)]
 
 
-def test_b015_text_of_a_stop_token(api: Api) -> None:
-    scores = api.complete(max_tokens=12, logprobs=0, ignore_eos=True, **GREEDY)
+def test_b015_text_of_a_stop_token(real: Api) -> None:
+    scores = real.complete(max_tokens=12, logprobs=0, ignore_eos=True, **GREEDY)
     tokens = scores["choices"][0]["logprobs"]["tokens"]
-    ids = token_ids(api, ALPHABET + text(scores))[-len(tokens) :]
+    ids = token_ids(real, ALPHABET + text(scores))[-len(tokens) :]
     position = next(i for i in range(2, 12) if ids.index(ids[i]) == i)
     stop, before = ids[position], "".join(tokens[:position])
-    assert text(api.complete(stop_token_ids=[stop], ignore_eos=True, **GREEDY)) == before
-    included = api.complete(stop_token_ids=[stop], include_stop_str_in_output=True, ignore_eos=True, **GREEDY)
+    assert text(real.complete(stop_token_ids=[stop], ignore_eos=True, **GREEDY)) == before
+    included = real.complete(stop_token_ids=[stop], include_stop_str_in_output=True, ignore_eos=True, **GREEDY)
     assert text(included) == before + tokens[position]
     assert included["choices"][0]["finish_reason"] == "stop"
 
 
-def test_b017_nothing_is_held_back_in_vain(api: Api) -> None:
-    assert api.stream_text(stop=["zzzzzz"], **GREEDY) == text(api.complete(**GREEDY))
+def test_b017_nothing_is_held_back_in_vain(real: Api) -> None:
+    assert real.stream_text(stop=["zzzzzz"], **GREEDY) == text(real.complete(**GREEDY))
 
 
 # C. Unicode
 
 
 @pytest.mark.parametrize("prompt", ["😀😃😄😁😆😅😂🤣😊😇", "👨‍👩‍👧‍👦 means family", "请用中文介绍一下北京的历史："])
-def test_b021_b022_b023_b027_no_half_characters(api: Api, prompt: str) -> None:
-    chunks = api.stream("/v1/completions", prompt=prompt, echo=True, max_tokens=24, ignore_eos=True, **GREEDY)
+def test_b021_b022_b023_b027_no_half_characters(real: Api, prompt: str) -> None:
+    chunks = real.stream("/v1/completions", prompt=prompt, echo=True, max_tokens=24, ignore_eos=True, **GREEDY)
     pieces = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
-    whole = text(api.complete(prompt, echo=True, max_tokens=24, ignore_eos=True, **GREEDY))
+    whole = text(real.complete(prompt, echo=True, max_tokens=24, ignore_eos=True, **GREEDY))
     assert "".join(pieces) == whole
     assert whole.startswith(prompt)
     assert sum(piece.count("�") for piece in pieces) == whole.count("�")
 
 
-def test_b025_bytes_spell_the_text(api: Api) -> None:
-    answer = api.chat("Repeat this: 😀 日本 é", max_tokens=24, logprobs=True, **GREEDY)["choices"][0]
+def test_b025_bytes_spell_the_text(real: Api) -> None:
+    answer = real.chat("Repeat this: 😀 日本 é", max_tokens=24, logprobs=True, **GREEDY)["choices"][0]
     content = answer["logprobs"]["content"]
     assert "".join(entry["token"] for entry in content) == answer["message"]["content"]
     if "�" not in answer["message"]["content"]:
@@ -238,9 +257,9 @@ def test_b039_echo_of_token_ids(api: Api) -> None:
     assert echoed.startswith(ALPHABET)
 
 
-def test_b040_null_is_missing(api: Api) -> None:
-    assert api.complete(max_tokens=None)["usage"]["completion_tokens"] <= 16
-    assert api.chat("Say hi.", max_tokens=None, stop=["."], **GREEDY)["choices"]
+def test_b040_null_is_missing(real: Api) -> None:
+    assert real.complete(max_tokens=None)["usage"]["completion_tokens"] <= 16
+    assert real.chat("Say hi.", max_tokens=None, stop=["."], **GREEDY)["choices"]
 
 
 def test_b043_prompt_logprobs_limit(api: Api) -> None:
@@ -283,19 +302,19 @@ def test_b049_index_of_prompt_and_choice(api: Api) -> None:
     assert [choice["text"] for choice in choices[4:]] == [choice["text"] for choice in alone]
 
 
-def test_b051_disconnect_stops_all_choices(api: Api, cluster: Any) -> None:
+def test_b051_disconnect_stops_all_choices(api: Api, tiny: Cluster) -> None:
     body = {"model": api.model, "prompt": ALPHABET, "n": 8, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with api.http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
-    cluster.wait_idle()
+    tiny.wait_idle()
 
 
-def test_b054_one_request_counts_once(api: Api, cluster: Any) -> None:
-    requests = cluster.metric("tandem_requests_total", outcome="ok")
-    choices = cluster.metric("tandem_choices_total")
+def test_b054_one_request_counts_once(api: Api, tiny: Cluster) -> None:
+    requests = tiny.metric("tandem_requests_total", outcome="ok")
+    choices = tiny.metric("tandem_choices_total")
     api.complete(n=4, max_tokens=2)
-    assert cluster.metric("tandem_requests_total", outcome="ok") == requests + 1
-    assert cluster.metric("tandem_choices_total") == choices + 4
+    assert tiny.metric("tandem_requests_total", outcome="ok") == requests + 1
+    assert tiny.metric("tandem_choices_total") == choices + 4
 
 
 # H. Chat templates and parsing
@@ -363,12 +382,12 @@ def test_b087_b091_outputs_do_not_depend_on_the_batch(api: Api) -> None:
         assert [futures[number].result() for number in range(8)] == alone
 
 
-def test_b088_what_penalties_count(api: Api) -> None:
+def test_b088_what_penalties_count(real: Api) -> None:
     prompt = "yes\nno\nyes\nno\nyes\nno\nyes\n"
-    plain = text(api.complete(prompt, max_tokens=1, **GREEDY))
+    plain = text(real.complete(prompt, max_tokens=1, **GREEDY))
     assert plain == "no"  # a token of the prompt
-    assert text(api.complete(prompt, max_tokens=1, presence_penalty=2, frequency_penalty=2, **GREEDY)) == plain
-    assert text(api.complete(prompt, max_tokens=1, repetition_penalty=50, **GREEDY)) != plain
+    assert text(real.complete(prompt, max_tokens=1, presence_penalty=2, frequency_penalty=2, **GREEDY)) == plain
+    assert text(real.complete(prompt, max_tokens=1, repetition_penalty=50, **GREEDY)) != plain
 
 
 # J. Empty, long and token-id prompts
@@ -398,8 +417,8 @@ def test_b105_runs_of_spaces(api: Api) -> None:
     assert api.stream_text("a    b", echo=True, max_tokens=0) == "a    b"
 
 
-def test_b106_a_step_with_a_special_token_only(api: Api) -> None:
-    answer = api.chat("Say hi.", max_tokens=200, **GREEDY)["choices"][0]
+def test_b106_a_step_with_a_special_token_only(real: Api) -> None:
+    answer = real.chat("Say hi.", max_tokens=200, **GREEDY)["choices"][0]
     assert answer["finish_reason"] == "stop"
     assert "<|im_end|>" not in answer["message"]["content"]
 

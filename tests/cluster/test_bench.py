@@ -32,7 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Fast, with room for all prefixes."""
     folder = tmp_path_factory.mktemp("bench")
     model = tiny_model(folder / "tiny")
-    flags = ("--prefill", "1", "--decode", "1", "--dummy-seed", "5", "--kv-memory", "256MiB")
+    flags = ("--prefill", "1", "--decode", "1", "--dummy-seed", "5", "--threads", "1", "--kv-memory", "256MiB")
     running = start_cluster(folder, *flags, model=str(model))
     yield running
     running.wait_idle()
@@ -53,21 +53,23 @@ def bench(command: str, folder: Path, *arguments: str, status: int = 0) -> dict[
     return json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(
+    ("workload", "endpoint"),
+    [*((workload, ("completions", "chat")[at % 2]) for at, workload in enumerate(WORKLOADS)), ("multi-turn", "chat")],
+)
 def test_every_workload_arrives_as_it_was_made(tiny: Cluster, tmp_path: Path, workload: str, endpoint: str) -> None:
     flags = ["--workload", workload, *WORKLOADS[workload].split(), "--endpoint", endpoint]
-    found = bench("run", tmp_path, "--url", tiny.url, *flags, "--num-requests", "12")
-    assert (found["requests"], found["completed"], found["errors"], found["valid"]) == (12, 12, {}, True)
+    found = bench("run", tmp_path, "--url", tiny.url, *flags, "--num-requests", "8")
+    assert (found["requests"], found["completed"], found["errors"], found["valid"]) == (8, 8, {}, True)
     assert found["tokens"]["wrong_input_length"] == found["tokens"]["wrong_output_length"] == 0
     assert found["ttft_ms"]["p50"] > 0 and found["throughput"]["output_tokens_per_s"] > 0
 
 
 def test_prefixes_are_shared_as_the_trace_says(tiny: Cluster, tmp_path: Path) -> None:
     """One request at a time, so that what was asked before is in the cache; blocks of the trace are KV blocks."""
-    flags = ["--workload", "mooncake", "--length-scale", "1/32", "--concurrency", "1", "--num-requests", "60"]
+    flags = ["--workload", "mooncake", "--length-scale", "1/32", "--concurrency", "1", "--num-requests", "40"]
     found = bench("run", tmp_path, "--url", tiny.url, *flags, "--seed", "11")["tokens"]
-    assert found["predicted_cached"] > 500
+    assert found["predicted_cached"] > 300
     assert found["cached"] == pytest.approx(found["predicted_cached"], rel=0.02)
 
 
@@ -89,7 +91,9 @@ def test_sweep_and_goodput_with_reports(tiny: Cluster, tmp_path: Path) -> None:
 
 def test_compare_starts_and_stops_its_targets(tiny: Cluster, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "tiny")
-    command = f"{shlex.quote(sys.executable)} -m services.cli up --aggregated 1 --dummy-seed 5 --kv-memory 64MiB"
+    command = (
+        f"{shlex.quote(sys.executable)} -m services.cli up --aggregated 1 --dummy-seed 5 --threads 1 --kv-memory 64MiB"
+    )
     targets = [f"apart={tiny.url}", f"together={command} --model {shlex.quote(str(model))} --port {{port}}"]
     small = ["--rate", "20", "--num-requests", "10", "--input-len", "16", "--output-len", "6", "--rounds", "2"]
     found = bench("compare", tmp_path, *targets, *small)

@@ -98,9 +98,7 @@ def test_two_ranks_answer_as_one_and_die_together(model: str, expected: Answers,
         stop_cluster(two)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "connector"), [(2, 1, "shared_memory"), (1, 2, "tcp"), (4, 1, "zmq"), (2, 4, "shared_memory")]
-)
+@pytest.mark.parametrize(("prefill", "decode", "connector"), [(2, 1, "shared_memory"), (1, 2, "tcp"), (2, 4, "zmq")])
 def test_workers_of_other_numbers_of_ranks_exchange_kv(
     prefill: int, decode: int, connector: str, model: str, expected: Answers, tmp_path: Path
 ) -> None:
@@ -118,7 +116,7 @@ def test_workers_of_other_numbers_of_ranks_exchange_kv(
         assert both.metric("tandem_kv_transfer_bytes_total", connector=connector) > 0
         both.wait_idle()
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(partial(ask_and_leave, both), range(32)))
+            list(pool.map(partial(ask_and_leave, both), range(16)))
         assert_alike(all_answers(both), found)
         both.wait_idle()  # of those that left, nothing is kept on either side
         if prefill + decode > 3:
