@@ -125,6 +125,9 @@ async def up(options: UpOptions) -> None:
     sources = [model.model or settings["model"] or DEFAULT_MODEL for model in models]
     settings["port"] = _free_port(settings["host"], settings["port"], "--port")
     settings["admin_port"] = _free_port(settings["admin_host"], settings["admin_port"], "--admin-port")
+    here = [part for part in parts if not (options.on and part.role in WORKER_ROLES)]
+    # They import while the model is prepared. They end with this process, or with the supervisor.
+    fork_servers = _fork_servers(here, _environment(settings, options.config))
     folders = await _prepare(models, sources, settings, output, stop)
     if folders is None:
         return
@@ -137,9 +140,8 @@ async def up(options: UpOptions) -> None:
             settings["state"] = embedded.url
         environment = _environment(settings, options.config)
         follows_wishes = settings["planner"] == "act" and settings["planner_actuator"] == "local"
-        here = [part for part in parts if not (options.on and part.role in WORKER_ROLES)]
         children: list[Child] = []
-        make = _Children(environment, children)
+        make = _Children(environment, children, fork_servers)
         for name, part in named(here):
             children.append(make.child(name, part))
         if options.on:
@@ -400,13 +402,27 @@ def _environment(settings: dict[str, Any], file: Path | None) -> dict[str, str]:
     return environment
 
 
+def _imports(role: str) -> tuple[str, ...]:
+    """Who computes imports torch, the others do not."""
+    return _WITH_TORCH if role in (*WORKER_ROLES, "kv") else _WITHOUT_TORCH
+
+
+def _fork_servers(parts: list[Part], environment: dict[str, str]) -> dict[tuple[str, ...], ForkServer]:
+    """For the processes of these parts, by what they import."""
+    return {
+        modules: ForkServer(modules, _without_keys(environment)) for modules in {_imports(part.role) for part in parts}
+    }
+
+
 class _Children:
     """Makes the processes' descriptions. Each worker has the first devices that none of the `living` has."""
 
-    def __init__(self, environment: dict[str, str], living: list[Child]) -> None:
+    def __init__(
+        self, environment: dict[str, str], living: list[Child], fork_servers: dict[tuple[str, ...], ForkServer]
+    ) -> None:
         self._environment = environment
         self._living = living  # the supervisor's list, which those who ended have left
-        self._fork_servers: dict[tuple[str, ...], ForkServer] = {}  # by what they import
+        self._fork_servers = fork_servers
 
     def child(self, name: str, part: Part) -> Child:
         """Of this name."""
@@ -417,14 +433,7 @@ class _Children:
             own.setdefault("TANDEM_FIRST_DEVICE", str(self._free(len(_devices(self._environment | own)))))
         whole = self._environment | own | {"TANDEM_NAME": name}
         env = whole if role == "gateway" else _without_keys(whole)
-        return Child(name, command, env, fork_server=self._fork_server(role))
-
-    def _fork_server(self, role: str) -> ForkServer:
-        """Those who compute import torch, the others do not."""
-        modules = _WITH_TORCH if role in (*WORKER_ROLES, "kv") else _WITHOUT_TORCH
-        if modules not in self._fork_servers:
-            self._fork_servers[modules] = ForkServer(modules, _without_keys(self._environment))
-        return self._fork_servers[modules]
+        return Child(name, command, env, fork_server=self._fork_servers.get(_imports(role)))
 
     def _free(self, count: int) -> int:
         """The first of so many devices; more than there are count round."""

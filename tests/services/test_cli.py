@@ -86,7 +86,7 @@ def test_up_obeys_flags_then_environment_then_file(tmp_path: Path, monkeypatch: 
 
 def _made(parts: list[Part], environment: dict[str, str]) -> list[Child]:
     living: list[Child] = []
-    make = _Children(environment, living)
+    make = _Children(environment, living, {})
     for name, part in named(parts):
         living.append(make.child(name, part))
     return living
