@@ -117,7 +117,7 @@ def test_workers_have_devices_of_their_own() -> None:
 def test_a_later_worker_has_the_first_devices_that_nobody_has(gone: str | None, ranks: int, first: str) -> None:
     living = _made(parts_of(UpOptions(prefill=2, decode=2), [ModelFlag("")]), {})
     living = [child for child in living if child.name != gone]
-    later = _Children({}, living).child("decode-2", Part("decode", {"tensor_parallel": ranks}))
+    later = _Children({}, living, {}).child("decode-2", Part("decode", {"tensor_parallel": ranks}))
     assert later.env["TANDEM_FIRST_DEVICE"] == first
 
 
