@@ -76,17 +76,17 @@ def busiest(cluster: Cluster) -> str:
 
 
 async def test_streams_go_on_when_their_decode_worker_is_killed(pair: Cluster) -> None:
-    """8 of 8, token by token, some of them moved to the other worker."""
-    expected = [stream.tokens for stream in await run_streams(pair, range(8), 400)]
+    """All of them, token by token, some of them moved to the other worker."""
+    expected = [stream.tokens for stream in await run_streams(pair, range(6), 300)]
     pair.wait_idle()
     moved = pair.metric("tandem_requests_moved_total")
-    streams = await run_streams(pair, range(8), 400, lambda: kill(pair, busiest(pair)))
-    assert [(stream.error, stream.finish) for stream in streams] == [(None, "length")] * 8
+    streams = await run_streams(pair, range(6), 300, lambda: kill(pair, busiest(pair)))
+    assert [(stream.error, stream.finish) for stream in streams] == [(None, "length")] * 6
     assert [stream.tokens for stream in streams] == expected
-    assert all(len(tokens) == 400 for tokens in expected)
+    assert all(len(tokens) == 300 for tokens in expected)
     wait_whole(pair, 4)
     pair.wait_idle()
-    must_hit(pair.metric("tandem_requests_moved_total") - moved >= 2, "the killed worker had nothing")
+    must_hit(pair.metric("tandem_requests_moved_total") - moved >= 1, "the killed worker had nothing")
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
@@ -94,9 +94,9 @@ def test_killed_worker_loses_nothing(pair: Cluster, victim: str) -> None:
     expected = ask_all(pair, range(8))
     pair.wait_idle()
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        running = [pool.submit(ask, pair, number % 8) for number in range(16)]
+        running = [pool.submit(ask, pair, number % 8) for number in range(12)]
         time.sleep(0.3)
-        must_hit(sum(not future.done() for future in running) > 8, "the load ended before the fault")
+        must_hit(sum(not future.done() for future in running) > 6, "the load ended before the fault")
         kill(pair, victim)
         results = [future.result() for future in running]
     for number, result in enumerate(results):
@@ -130,13 +130,16 @@ def test_all_decode_workers_gone_is_an_error_in_time_and_heals(pair: Cluster) ->
 
 def test_client_gone_stops_the_work(pair: Cluster) -> None:
     pair.wait_idle()
+    before = pair.metric("tandem_generated_tokens_total")
     for number in range(6):
         request = body(pair, number, 1500) | {"stream": True, "n": 2}
         with httpx.stream("POST", pair.url + "/v1/completions", json=request, timeout=120) as response:
             for line in response.iter_lines():
                 if line.startswith("data:"):
                     break  # leaves the stream after the first piece
-    pair.wait_idle(2.0)
+    pair.wait_idle()
+    generated = pair.metric("tandem_generated_tokens_total") - before
+    assert generated < 6 * 2 * 1500 / 2, "answers were computed for nobody"
 
 
 RECOMPUTED = {"outcome": "recomputed"}
@@ -159,15 +162,15 @@ def stopped(cluster: Cluster, name: str) -> Iterator[None]:
 def test_a_gateway_that_is_silent_for_longer_than_its_lease_loses_no_stream(pair: Cluster) -> None:
     """Workers take it for gone and abort its requests; when it goes on it notices, and has them computed on."""
     pair.wait_idle()
-    before = pair.metric("tandem_requests_moved_total")
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(ask, pair, number, 1500, "silent") for number in range(4)]
+    before, salt = pair.metric("tandem_requests_moved_total"), f"silent {time.monotonic()}"
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(ask, pair, number, 1500, salt) for number in range(2)]
         time.sleep(0.5)
         with stopped(pair, "gateway"):
             time.sleep(5.0)  # the lease is over after 3, and read again each second
         results = [future.result() for future in running]
     pair.wait_idle()
-    assert ask_all(pair, range(2), 1500, "alone") == results[:2]
+    assert ask(pair, 1, 1500, f"alone {salt}") == results[1]
     pair.wait_idle()
     must_hit(pair.metric("tandem_requests_moved_total") > before, "nothing was aborted")
 
@@ -176,21 +179,21 @@ def test_a_gateway_that_is_silent_for_longer_than_its_lease_loses_no_stream(pair
 @pytest.mark.parametrize(("victim", "seconds"), [("prefill-0", 1.0), ("prefill-0", 8.0), ("decode-0", 8.0)])
 def test_worker_stopped_in_the_middle_of_transfers(pair: Cluster, victim: str, seconds: float) -> None:
     """Its requests are computed elsewhere; when it goes on it changes no token, and no block is left on any side."""
-    salt = f"{victim} {seconds}"  # nothing of these prompts is cached
-    numbers = range(1300, 1318)  # long ones
+    salt = f"{victim} {seconds} {time.monotonic()}"  # nothing of these prompts is cached
+    numbers = range(1300, 1312)  # long ones
     signs = ("tandem_requests_moved_total", {}) if victim == "decode-0" else ("tandem_kv_transfers_total", RECOMPUTED)
     before = pair.metric(signs[0], **signs[1])
-    with concurrent.futures.ThreadPoolExecutor(18) as pool:
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
         running = [pool.submit(ask, pair, number, 60, salt) for number in numbers]
         time.sleep(0.25)
-        must_hit(sum(not future.done() for future in running) > 6, "the load ended before the fault")
+        must_hit(sum(not future.done() for future in running) > 4, "the load ended before the fault")
         with stopped(pair, victim):
             time.sleep(seconds)
         results = [future.result() for future in running]
     wait_whole(pair, 4)
     pair.wait_idle()
     met = pair.metric(signs[0], **signs[1]) > before
-    assert ask_all(pair, numbers, 60, "another") == results
+    assert ask_all(pair, numbers, 60, f"another {salt}") == results
     assert ask_all(pair, numbers[:6], 60, salt) == results[:6]  # with what is cached now
     pair.wait_idle()
     must_hit(met or seconds < 5, "nothing was under way")
@@ -217,9 +220,9 @@ async def test_a_drained_worker_finishes_its_streams_and_leaves_when_told(pair: 
         drained.append(worker := busiest(pair))
         drain(pair, worker)
 
-    streams = await run_streams(pair, range(200, 212), 200, drain_the_busiest)
+    streams = await run_streams(pair, range(200, 208), 200, drain_the_busiest)
     (worker,) = drained
-    assert [(len(each.tokens), each.finish, each.error) for each in streams] == [(200, "length", None)] * 12
+    assert [(len(each.tokens), each.finish, each.error) for each in streams] == [(200, "length", None)] * 8
     assert f"{worker}: drained" in tandem(pair, "drain", worker)
     assert states(pair) | {worker: "ready"} == dict.fromkeys([*pair.pids], "ready")
     assert states(pair)[worker] == "draining"
@@ -231,8 +234,8 @@ async def test_a_drained_worker_finishes_its_streams_and_leaves_when_told(pair: 
     assert f"{worker}: takes requests" in tandem(pair, "undrain", worker)
     assert states(pair)[worker] == "ready"
     leave = ("drain", worker, "--leave", "--timeout", "0")
-    streams = await run_streams(pair, range(220, 232), 200, lambda: tandem(pair, *leave))
-    assert [(len(each.tokens), each.finish, each.error) for each in streams] == [(200, "length", None)] * 12
+    streams = await run_streams(pair, range(220, 228), 200, lambda: tandem(pair, *leave))
+    assert [(len(each.tokens), each.finish, each.error) for each in streams] == [(200, "length", None)] * 8
     exited = pair.wait_event("exited", 120)
     assert (exited["name"], exited["code"]) == (worker, 0)
     pair.pids[worker] = int(str(pair.wait_event("restarted", 120)["pid"]))

@@ -16,7 +16,7 @@ from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
 from faults_hit import must_hit
 
-UNASKED = itertools.count(700, 401)  # first tokens of prompts that no try has asked yet
+UNASKED = itertools.count(700, 7)  # first tokens of prompts that no try has asked yet
 
 
 def ask(cluster: Cluster, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:

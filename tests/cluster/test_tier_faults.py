@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -24,8 +25,9 @@ from faults_hit import must_hit
 from store import Store
 
 TOKENS = 320  # of a prompt
-PROMPTS = range(10)
+PROMPTS = range(8)
 BLOCK = 16
+UNASKED = itertools.count(2000)  # prompts that no try has asked yet
 BLOCKS = len(PROMPTS) * TOKENS // BLOCK
 WORKERS = ("--dummy-seed", "5", "--threads", "1", "--kv-blocks", "32", "--local-prefill-tokens", "0")
 TIERS = ("--fetch-tokens", "64", "--kv-memory-host", "1MiB")  # for 4 of them
@@ -183,16 +185,16 @@ def test_redis(beneath: tuple[Kept, Store], fault: Callable[[Store], AbstractCon
 def test_host_memory_goes_on(beneath: tuple[Kept, Store]) -> None:
     """While Redis is late again and again."""
     kept, server = beneath
-    near = [question(number, max_tokens=2) for number in (101, 102, 103)]
+    near = [question(next(UNASKED), max_tokens=2) for _ in range(3)]
     stored = kept.cluster.metric("tandem_tier_stored_blocks_total", tier="host")
     computed = asyncio.run(answers(kept.cluster, near, 1))
-    kept.wait("tandem_tier_stored_blocks_total", stored + len(near) * TOKENS / BLOCK, tier="host")
+    kept.wait("tandem_tier_stored_blocks_total", stored + 0.7 * len(near) * TOKENS / BLOCK, tier="host")
     with hanging(server):
         kept.ask(1)  # of these host memory has one at most
-        assert kept.cluster.metric("tandem_kv_fetches_total", outcome="late") >= 2
+        must_hit(kept.cluster.metric("tandem_kv_fetches_total", outcome="late") >= 2, "nothing was asked of Redis")
         before, ends = kept.cluster.metric("tandem_tier_hit_blocks_total", tier="host"), time.monotonic() + 60
         while kept.cluster.metric("tandem_tier_hit_blocks_total", tier="host") < before + TOKENS / BLOCK:
-            assert time.monotonic() < ends, "nothing came from host memory"
+            must_hit(time.monotonic() < ends, "nothing came from host memory")
             compare(asyncio.run(answers(kept.cluster, near, 1)), computed)
     kept.cluster.wait_idle()
 
@@ -228,7 +230,7 @@ def kept_file(kept: Kept) -> Path:
 def test_shared_memory_is_full(small: Kept) -> None:
     """What was left there is removed, and the KV service is of use, whoever finds room there and who sends by TCP."""
     assert not (Path("/proc") / str(small.cluster.pids["kv"]) / "root" / "dev/shm" / _LEFT).exists()
-    for _ in range(10):  # on a busy machine computing is quicker than most fetches
+    for _ in range(6):  # on a busy machine computing is quicker than most fetches
         small.ask()
         if small.cluster.metric("tandem_prompt_tokens_total", source="tier"):
             return
@@ -237,13 +239,13 @@ def test_shared_memory_is_full(small: Kept) -> None:
 
 def test_disk_is_full(small: Kept) -> None:
     """It keeps what there is room for, and goes on when somebody else has taken the rest."""
-    small.wait("tandem_tier_blocks", 32, tier="disk")
+    small.wait("tandem_tier_blocks", 24, tier="disk")
     small.ask()
     with (kept_file(small).parent / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
         while True:
             other.write(bytes(4096))
     small.ask()
-    assert small.cluster.metric("tandem_tier_hit_blocks_total", tier="disk")
+    must_hit(small.cluster.metric("tandem_tier_hit_blocks_total", tier="disk"), "nothing came from the disk in time")
     assert small.cluster.metric("tandem_tier_blocks", tier="disk") < BLOCKS
 
 
@@ -274,7 +276,7 @@ def deleted(path: Path) -> None:
 @pytest.mark.parametrize("damage", [noise, swapped, truncated, deleted])
 def test_the_file_is_damaged(small: Kept, damage: Callable[[Path], None]) -> None:
     """While it is used."""
-    small.wait("tandem_tier_blocks", 32, tier="disk")
+    small.wait("tandem_tier_blocks", 24, tier="disk")
     damage(kept_file(small))
     small.ask()
     small.cluster.wait_idle()
@@ -293,8 +295,8 @@ def test_the_disk_fails(small: Kept, tmp_path: Path) -> None:
             pytest.skip("no process can be traced here")
         try:
             small.ask()
-            for number in range(2000, 2010):  # what is new is written
-                asyncio.run(answers(small.cluster, [question(number)], 1))
+            for _ in range(6):  # what is new is written
+                asyncio.run(answers(small.cluster, [question(next(UNASKED))], 1))
             small.wait("tandem_tier_faults_total", 1, tier="disk")
         finally:
             strace.terminate()
@@ -305,14 +307,14 @@ def test_the_disk_fails(small: Kept, tmp_path: Path) -> None:
 
 
 def test_more_requests_than_blocks(small: Kept) -> None:
-    """Workers of 32 blocks are asked for 64 answers at once: some are preempted, and go on as if they had not been.
+    """Workers of 32 blocks are asked for 24 answers at once: some are preempted, and go on as if they had not been.
 
     What they had is computed again, or comes back from the KV service: which, rates decide.
     """
-    asked = [question(1000 + number, 50 + number, 48) for number in range(16)]
+    asked = [question(1000 + number, 50 + number, 48) for number in range(8)]
     alone = asyncio.run(answers(small.cluster, asked, 2))
     before = small.cluster.metric("tandem_preemptions_total")
-    at_once = [body | {"cache_salt": str(turn)} for turn in range(4) for body in asked]  # they share nothing
-    compare(asyncio.run(answers(small.cluster, at_once, 64)), 4 * alone)
-    assert small.cluster.metric("tandem_preemptions_total") > before
+    at_once = [body | {"cache_salt": f"{turn} {before}"} for turn in range(3) for body in asked]  # they share nothing
+    compare(asyncio.run(answers(small.cluster, at_once, 24)), 3 * alone)
+    must_hit(small.cluster.metric("tandem_preemptions_total") > before, "there was room for all")
     small.cluster.wait_idle()
