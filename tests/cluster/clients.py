@@ -1,10 +1,12 @@
-"""Clients that ask without a pause, and to whom no request may fail."""
+"""Clients that ask again and again, and to whom no request may fail."""
 
 import threading
 import time
 
 import httpx
 from cluster.harness import Cluster
+
+_PAUSE = 0.03  # seconds: what is waited for meanwhile needs the processor, too
 
 
 def ask(cluster: Cluster, first: int, tokens: int = 4) -> httpx.Response:
@@ -15,7 +17,7 @@ def ask(cluster: Cluster, first: int, tokens: int = 4) -> httpx.Response:
 class Clients:
     """Requests one after the other in several threads, until the end of the block; none may fail."""
 
-    def __init__(self, cluster: Cluster, threads: int = 4) -> None:
+    def __init__(self, cluster: Cluster, threads: int = 3) -> None:
         self.statuses: list[int] = []
         self._cluster = cluster
         self._over = threading.Event()
@@ -24,10 +26,11 @@ class Clients:
     def _run(self, number: int) -> None:
         while not self._over.is_set():
             self.statuses.append(ask(self._cluster, number).status_code)
+            time.sleep(_PAUSE)
 
     def wait(self, more: int) -> None:
         """Until so many more have been answered."""
-        target, deadline = len(self.statuses) + more, time.monotonic() + 60
+        target, deadline = len(self.statuses) + more, time.monotonic() + 120
         while len(self.statuses) < target:
             assert time.monotonic() < deadline
             time.sleep(0.02)

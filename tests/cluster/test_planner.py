@@ -64,7 +64,7 @@ def decisions(cluster: Cluster, last: int = 1) -> list[dict[str, Any]]:
     return list(found)
 
 
-def wait(is_so: Callable[[], bool], seconds: float = 90.0) -> None:
+def wait(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline
@@ -78,6 +78,8 @@ def numbers(cluster: Cluster) -> tuple[int, int]:
 
 
 def test_a_planner_killed_in_mid_action_is_followed_by_one_that_goes_on(planned: Cluster) -> None:
+    if "decode-1" in planned.pids:  # a try before this one
+        asyncio.run(_end(planned, "decode-1", "decode"))
     event = planned.wait_event("started", 120)  # not before the planner has asked for it
     assert event["name"] == "decode-1"
     planned.pids["decode-1"] = int(str(event["pid"]))
@@ -98,7 +100,7 @@ def test_a_worker_that_ends_is_replaced_and_no_request_fails(planned: Cluster) -
         wait(lambda: workers(planned).get("decode-1", {"incarnation": old})["incarnation"] != old)
         clients.wait(4)
     assert set(clients.statuses) == {200}
-    assert numbers(planned)[1] >= 1
+    wait(lambda: numbers(planned)[1] >= 1)
 
 
 def test_what_it_does_not_know_changes_nothing(planned: Cluster) -> None:
@@ -115,7 +117,7 @@ def test_what_it_does_not_know_changes_nothing(planned: Cluster) -> None:
     wait(lambda: decisions(planned)[0]["number"] > before)
     blind = [each for each in decisions(planned, 30) if each["number"] > before and each["window"]["arrivals"] is None]
     assert blind and all(each["actions"] == [] and each["held"] for each in blind)
-    assert numbers(planned) == (1, 2)
+    wait(lambda: numbers(planned) == (1, 2))
 
 
 async def test_numbers_that_cannot_be_change_nothing(planned: Cluster) -> None:
@@ -135,7 +137,7 @@ async def test_numbers_that_cannot_be_change_nothing(planned: Cluster) -> None:
         await asyncio.to_thread(wait, lambda: decisions(planned)[0]["number"] > before + 4)
         latest = await asyncio.to_thread(decisions, planned, 3)
         assert all(each["window"]["arrivals"] is None and not each["actions"] and each["held"] for each in latest)
-        assert await asyncio.to_thread(numbers, planned) == (1, 2)
+        await asyncio.to_thread(wait, lambda: numbers(planned) == (1, 2))
     finally:
         await state.close()
         await rpc.stop()
@@ -201,7 +203,7 @@ async def test_what_an_actuator_could_not_do_is_done_later_and_nothing_twice(pla
             before = (await asyncio.to_thread(decisions, planned))[0]["number"]
             await asyncio.to_thread(wait, lambda: decisions(planned)[0]["number"] > before + 2)
             assert replicas() == (2, 3) and outcome()["failed"] == []
-            assert numbers(planned) == (1, 2)
+            await asyncio.to_thread(wait, lambda: numbers(planned) == (1, 2))
     finally:
         if another is not None:
             another.kill()
@@ -229,7 +231,7 @@ def test_without_the_cluster_state_it_holds_and_then_goes_on(planned: Cluster) -
     finally:
         os.kill(server, signal.SIGCONT)
     wait(lambda: decisions(planned)[0]["number"] > before + 1)
-    assert numbers(planned) == (1, 2)
+    wait(lambda: numbers(planned) == (1, 2))
 
 
 def test_b249_a_second_planner_with_other_settings_is_refused(planned: Cluster) -> None:
@@ -268,7 +270,7 @@ def test_routers_shed_what_is_too_much_until_the_planner_is_gone(planned: Cluste
         assert re.search(r"shed \d+ % of the arrivals|shed: \d+ %", _tandem("plan", "explain", "--url", planned.url))
         shedder.kill()
         shedder.wait()
-        wait(lambda: planned.metric("tandem_router_shed_share") == 0, 40)
+        wait(lambda: planned.metric("tandem_router_shed_share") == 0)
         with Clients(planned) as clients:
             clients.wait(10)
         assert set(clients.statuses) == {200}

@@ -84,6 +84,9 @@ def test_requests_go_where_the_policy_says(running: tuple[str, Cluster]) -> None
     for number in range(4):  # other prompts of a session follow it
         ask(cluster, first + 300 + number, f"{user} 3")
     assert sorted(after - was for after, was in zip(spread(cluster), before, strict=True)) == [0, 4]
+    for number in range(8):
+        ask(cluster, first, f"{user} {number}")  # one has it, some ask the other
+    assert cluster.metric("tandem_router_fetches_total") == cluster.metric("tandem_kv_fetches_total") == 0  # as is set
 
 
 def test_the_router_explains(running: tuple[str, Cluster]) -> None:

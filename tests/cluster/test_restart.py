@@ -103,21 +103,20 @@ def test_a_restarted_worker_serves_within_three_seconds(joined: tuple[Cluster, S
     expected = [ask(cluster, number) for number in range(4)]
     assert None not in expected
     pids = dict(cluster.pids)
-    for attempt in range(2):
-        single.kill()
-        single.start()
-        single.wait_ready()
-        committed = 0.0 if single.role == "decode" else transferred(cluster, single)
-        number = 100 + attempt
-        while ask(cluster, number) is None or transferred(cluster, single) <= committed:
-            number += 10  # another prompt, of which nothing is cached
-            assert time.monotonic() < single.ready_at + 60, "KV is not transferred again"
-        took = time.monotonic() - single.ready_at
-        print(f"{single.role}: KV moved {took:.2f} s after the worker was ready")
-        # No speed, but a promise: no wait of peers for the one that died may lie in the way. A busy machine has none to
-        # keep, so it is tried again there.
-        must_hit(took < 3.0, f"KV moved {took:.2f} s after the worker was ready")
-        assert [ask(cluster, number) for number in range(4)] == expected
+    single.kill()
+    single.start()
+    single.wait_ready()
+    committed = 0.0 if single.role == "decode" else transferred(cluster, single)
+    number = 100
+    while ask(cluster, number) is None or transferred(cluster, single) <= committed:
+        number += 10  # another prompt, of which nothing is cached
+        assert time.monotonic() < single.ready_at + 120, "KV is not transferred again"
+    took = time.monotonic() - single.ready_at
+    print(f"{single.role}: KV moved {took:.2f} s after the worker was ready")
+    # No speed, but a promise: no wait of peers for the one that died may lie in the way. A busy machine has none to
+    # keep, so it is tried again there.
+    must_hit(took < 3.0, f"KV moved {took:.2f} s after the worker was ready")
+    assert [ask(cluster, number) for number in range(4)] == expected
     assert cluster.pids == pids
     assert all(Path(f"/proc/{pid}").exists() for pid in pids.values())
     cluster.wait_idle()

@@ -1,6 +1,7 @@
 """Several routers in a real cluster: they share the load of requests over HTTP, and die under them."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from cluster.clients import Clients, ask
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
 
+UNASKED = itertools.count(1000, 100)  # first tokens of prompts that no try has asked yet
 OPTIONS = ("--aggregated", "2", "--threads", "1", "--dummy-seed", "1", "--kv-memory", "64MiB")
 
 
@@ -78,26 +80,29 @@ def kill_router(cluster: Cluster, name: str) -> None:
 def test_both_place_and_both_know_the_load_of_both(two: Cluster) -> None:
     names = ("router", "router-1")
     assert set(names) <= two.pids.keys()
-    for number in range(24):
-        assert ask(two, 100 + number).status_code == 200
-    placed = [two.metric("tandem_router_placements_total", worker=name) for name in names]
-    assert sum(placed) == 24 and min(placed) > 0
+    first, before = next(UNASKED), [two.metric("tandem_router_placements_total", worker=name) for name in names]
+    for number in range(16):
+        assert ask(two, first + number).status_code == 200
+    after = [two.metric("tandem_router_placements_total", worker=name) for name in names]
+    placed = [now - was for now, was in zip(after, before, strict=True)]
+    assert sum(placed) == 16 and min(placed) > 0
     with Streams(two, 6):
         for name in names:
             wait_for(two, "tandem_router_reservations", 6, worker=name)
     for name in names:  # their ends reach both, too
         wait_for(two, "tandem_router_reservations", 0, worker=name)
-        assert 0 < two.metric("tandem_router_staleness_seconds", worker=name) < 5
+        assert 0 < two.metric("tandem_router_staleness_seconds", worker=name) < 60
 
 
 def test_both_say_how_they_are(two: Cluster) -> None:
+    first = next(UNASKED)
     for _ in range(2):
-        ask(two, 50)
+        ask(two, first)
     told = json.loads(router_command(two, "status", "--json").stdout)
     assert [each["name"] for each in told] == ["router", "router-1"]
     for each in told:
         assert (each["policy"], each["mode"], each["reason"], each["routers"]) == ("prefix", "prefix", "", 1)
-        assert each["caches"]["known"] == 2 and int(each["blocks"]) > 0 and each["staleness_seconds"] < 5
+        assert each["caches"]["known"] == 2 and int(each["blocks"]) > 0 and each["staleness_seconds"] < 60
     shown = router_command(two, "status")
     assert shown.returncode == 0 and "router-1" in shown.stdout and "2 known" in shown.stdout
     (latest,) = json.loads(router_command(two, "explain", "--json").stdout)
@@ -105,8 +110,9 @@ def test_both_say_how_they_are(two: Cluster) -> None:
 
 
 def test_a_prefix_that_one_has_routed_attracts_at_the_other(two: Cluster) -> None:
-    answers = [ask(two, 300).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(12)]
-    assert answers == [0] + [128] * 11
+    first = next(UNASKED)
+    answers = [ask(two, first).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(8)]
+    assert answers == [0] + [128] * 7
 
 
 def test_a_killed_router_fails_no_request_where_there_is_another(two: Cluster) -> None:
@@ -114,7 +120,7 @@ def test_a_killed_router_fails_no_request_where_there_is_another(two: Cluster) -
         clients.wait(8)
         for name in ("router", "router-1"):
             kill_router(two, name)
-            clients.wait(40)
+            clients.wait(20)
             event = two.wait_event("restarted", 120)
             assert event["name"] == name
             wait_for(two, "tandem_router_workers", 2, worker=name, role="aggregated")

@@ -26,7 +26,7 @@ def test_what_preempted_requests_had_comes_back(tmp_path: Path) -> None:
     try:
         asked = [question(number) for number in range(4)]  # one has room behind two others
         alone = asyncio.run(answers(cluster, asked, 2))
-        for turn in range(3):
+        for turn in range(5):
             at_once = [body | {"cache_salt": str(turn)} for body in asked]
             compare(asyncio.run(answers(cluster, at_once, 4)), alone)
             if cluster.metric("tandem_preemptions_total", outcome="swapped"):

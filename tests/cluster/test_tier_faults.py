@@ -25,7 +25,7 @@ from faults_hit import must_hit
 from store import Store
 
 TOKENS = 320  # of a prompt
-PROMPTS = range(8)
+PROMPTS = range(10)
 BLOCK = 16
 UNASKED = itertools.count(2000)  # prompts that no try has asked yet
 BLOCKS = len(PROMPTS) * TOKENS // BLOCK
@@ -88,8 +88,10 @@ def beneath(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Kept, St
 @contextlib.contextmanager
 def hanging(server: Store) -> Iterator[None]:
     server.pause()
-    yield
-    server.resume()
+    try:
+        yield
+    finally:
+        server.resume()
 
 
 @contextlib.contextmanager
@@ -117,9 +119,11 @@ def during(server: Store, disturb: Callable[["redis.Redis"], object]) -> Iterato
 
     thread = threading.Thread(target=repeat)
     thread.start()
-    yield
-    over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -127,8 +131,10 @@ def read_only(server: Store) -> Iterator[None]:
     """As after a failover to another one: READONLY is the answer to what is written."""
     with redis.Redis.from_url(server.url) as client:
         client.replicaof("127.0.0.1", "1")
-        yield
-        client.replicaof("NO", "ONE")
+        try:
+            yield
+        finally:
+            client.replicaof("NO", "ONE")
 
 
 @contextlib.contextmanager
@@ -162,8 +168,10 @@ def emptied(server: Store) -> Iterator[None]:
 def down(server: Store) -> Iterator[None]:
     """Killed, and empty when it comes back."""
     server.stop()
-    yield
-    server.start()
+    try:
+        yield
+    finally:
+        server.start()
 
 
 @pytest.mark.parametrize("fault", [down, emptied, dropping, read_only, wrong_values, slow, hanging])
@@ -191,7 +199,7 @@ def test_host_memory_goes_on(beneath: tuple[Kept, Store]) -> None:
     kept.wait("tandem_tier_stored_blocks_total", stored + 0.7 * len(near) * TOKENS / BLOCK, tier="host")
     with hanging(server):
         kept.ask(1)  # of these host memory has one at most
-        must_hit(kept.cluster.metric("tandem_kv_fetches_total", outcome="late") >= 2, "nothing was asked of Redis")
+        must_hit(kept.cluster.metric("tandem_kv_fetches_total", outcome="late") >= 1, "nothing was asked of Redis")
         before, ends = kept.cluster.metric("tandem_tier_hit_blocks_total", tier="host"), time.monotonic() + 60
         while kept.cluster.metric("tandem_tier_hit_blocks_total", tier="host") < before + TOKENS / BLOCK:
             must_hit(time.monotonic() < ends, "nothing came from host memory")

@@ -148,6 +148,8 @@ def test_a_request_that_moves_stays_one_trace(cluster: Cluster, collector: OtlpR
                 os.kill(cluster.pids[str(place.attributes["tandem.decode"])], signal.SIGKILL)
             text += piece
     assert "data: [DONE]" in text
+    event = cluster.wait_event("restarted", 120)
+    cluster.pids[str(event["name"])] = int(str(event["pid"]))
     spans = collector.wait(
         trace, lambda spans: len(of(spans, "place")) >= 2 and bool(of(spans, "gateway") and of(spans, "decode"))
     )
