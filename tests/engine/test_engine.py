@@ -101,7 +101,7 @@ def test_chunks_of_any_size_change_no_bit(llama_folder):
             limits = {"max_mixed_prefill_tokens": size} if mixed else {"max_batched_tokens": size}
             engine = Engine.build(llama_folder, msgspec.structs.replace(CONFIG, **limits))
             if mixed:
-                engine.add(request("stream", prompt(5), max_tokens=60))
+                engine.add(request("stream", prompt(5), max_tokens=8 + 40 // size))  # outlasts ours
                 engine.step()
             (outputs,) = run(engine, ours)
             got = [(o.logprobs, o.prompt_logprobs) for o in outputs]

@@ -20,11 +20,30 @@ CONFIG = EngineConfig(kv_memory=96 << 20, block_size=8, max_batched_tokens=64, m
 PROMPT = list(range(3, 60))
 
 
-@pytest.fixture(params=[1, 2], ids=["one-rank", "two-ranks"])
-def engine(llama_folder: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    built = Engine.build(llama_folder, msgspec.structs.replace(CONFIG, tensor_parallel=request.param))
-    yield built
-    built.close()
+def build(folder: Path, ranks: int) -> Engine:
+    return Engine.build(folder, msgspec.structs.replace(CONFIG, tensor_parallel=ranks))
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
+def shared(request: pytest.FixtureRequest) -> Iterator[tuple[int, list[Engine]]]:
+    """(ranks, the engine of all tests, if one lives). Another rank is a process that takes seconds to import torch."""
+    engines: list[Engine] = []
+    yield request.param, engines
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(shared: tuple[int, list[Engine]], llama_folder: Path) -> Engine:
+    """Awake and idle, with empty caches and no event left, as if it were new."""
+    ranks, engines = shared
+    if not engines:
+        engines.append(build(llama_folder, ranks))
+    assert not engines[0].has_work()
+    engines[0].wake()
+    engines[0].clear_cache()
+    engines[0].drain_events()
+    return engines[0]
 
 
 def ask(engine: Engine, name: str = "x", prompt: list[int] = PROMPT, tokens: int = 20) -> tuple[list[int], int]:
@@ -72,7 +91,9 @@ def test_caches_are_forgotten_and_told_so(engine: Engine) -> None:
     assert engine.generation(0) >= generation  # an old reference is still told from a new one
 
 
-def test_one_of_several_ranks_that_finds_no_room_ends_them_all(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_ranks_that_finds_no_room_ends_them_all(
+    engine: Engine, shared: tuple[int, list[Engine]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_room() -> None:
         raise DoesNotFit("the device has 1.0 GiB free")
 
@@ -82,7 +103,10 @@ def test_one_of_several_ranks_that_finds_no_room_ends_them_all(engine: Engine, m
         patch.setattr(engine, "take_memory", no_room)
         engine.wake()
     assert engine.asleep
-    if not several:
+    if several:
+        shared[1].remove(engine)
+        engine.close()
+    else:
         engine.wake()
         assert len(ask(engine)[0]) == 20
 
