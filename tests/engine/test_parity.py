@@ -65,7 +65,8 @@ def run(engine, requests):
 def test_greedy_tokens_equal_transformers(family, request):
     folder = request.getfixturevalue(f"{family}_folder")
     engine = Engine.build(folder, EngineConfig(num_blocks=400, max_batched_tokens=48, max_running=32))
-    prompts = prompts_of(engine.vocab_size)
+    # A real model is large, and a wrong weight shows in any prompt; the small ones are for how steps are mixed.
+    prompts = prompts_of(engine.vocab_size, count=8 if family == "smollm2" else 20)
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     ours = run(
         engine,
@@ -115,6 +116,10 @@ def reference(request):
 def test_scheduling_changes_no_token(reference, way):
     folder, expected = reference
     engine = Engine.build(folder, WAYS[way])
+    asked = mixed_requests(engine)
+    if way == "one at a time":  # as many steps as tokens: half of the requests have each sampling twice, and prefixes
+        asked = asked[:10]
+    expected = {request.request_id: expected[request.request_id] for request in asked}
     preempted = 0
     original = engine._scheduler._preempt
 
@@ -124,10 +129,10 @@ def test_scheduling_changes_no_token(reference, way):
         original(sequence)
 
     engine._scheduler._preempt = count
-    assert run(engine, mixed_requests(engine)) == expected
+    assert run(engine, asked) == expected
     assert (preempted > 3) == (way == "preempted")
     # Once more, now over what the first time left in the cache.
-    assert run(engine, mixed_requests(engine)) == expected
+    assert run(engine, asked) == expected
 
 
 def test_resuming_behind_given_tokens_changes_no_token(reference):
