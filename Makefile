@@ -42,7 +42,7 @@ test:  ## lint, types, import rules, stubs, all tests
 	@# Two at a time: pip and mypy take one core each, and apt waits for the network.
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line browser lint packages
 	@echo "== unit tests"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/images --ignore=tests/repo --numprocesses=2 --dist=worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/pytest --ignore=tests/cluster --ignore=tests/images --ignore=tests/repo --numprocesses=2 --dist=worksteal $(AGAIN)
 	@echo "== the repository: gates, stubs, documents; real clusters"
 	@# Half of a cluster's start is waiting, so that two at a time take less than one after the other.
 	@$(BIN)/pytest tests/repo tests/cluster --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(AGAIN)

@@ -16,7 +16,7 @@ from bench.scripted_server import Script, ScriptedAnswer, Sent, start_server
 WITHIN_MS = 2.0
 # A busy machine wakes the client late now and then, by what the run itself tells as its loop lag. So the percentiles
 # have that much room, and most values must be right without any: a wrong definition is wrong in most values, always.
-ATTEMPTS = 4
+ATTEMPTS = 8
 REQUESTS = 20
 SHORTEST_GAP_MS = 20.0
 # Different answers, so that every percentile is another number.
