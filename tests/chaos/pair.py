@@ -49,6 +49,7 @@ from services.worker.token_publisher import TokenPublisher
 
 CONNECTORS = ("shared_memory", "zmq", "tcp")
 LEASE_SECONDS = 0.8
+PATIENT = 20.0  # seconds of lease where no fault is to end one, however busy the machine is
 _KEY = b"k" * 32  # of pairs
 _UNITS = {"zmq": zmtp_units, "gloo": pair_units, "nixl": pair_units}
 _TICK_SECONDS = 0.02
@@ -56,10 +57,10 @@ _HOST = "127.0.0.1"
 
 
 @contextlib.contextmanager
-def short_waits() -> Iterator[None]:
+def short_waits(lease_seconds: float = LEASE_SECONDS) -> Iterator[None]:
     """All waits of the transfer path shortened, so that thousands of lost words fit into minutes."""
     with (
-        mock.patch.object(receiving, "_LEASE_SECONDS", LEASE_SECONDS),
+        mock.patch.object(receiving, "_LEASE_SECONDS", lease_seconds),
         mock.patch.object(links, "_CONNECT_SECONDS", 1.0),
         mock.patch.object(links, "_PAUSE_SECONDS", 0.0),
         mock.patch.object(receiving, "_LATE_BYTES_SECONDS", 0.5),
@@ -412,9 +413,10 @@ async def linked(
     forced: str | None = None,
     fenced: bool = True,
     prefill_block_size: int = BLOCK,
+    lease_seconds: float = LEASE_SECONDS,
 ) -> AsyncIterator[Pair]:
     """A pair with short waits, while it is needed."""
-    with short_waits():
+    with short_waits(lease_seconds):
         pair = Pair(
             connector, faults, others=others, forced=forced, fenced=fenced, prefill_block_size=prefill_block_size
         )

@@ -16,7 +16,7 @@ from chaos.faults import HEAVY, KINDS, Faults, Rates, dice, everywhere
 from chaos.faulty_sender import FaultySender
 from chaos.load import Load, Outcome
 from chaos.mock_engine import BLOCK, reference
-from chaos.pair import CONNECTORS, linked, without_checksums
+from chaos.pair import CONNECTORS, PATIENT, linked, without_checksums
 from optional import needs_nixl
 from prometheus_client import generate_latest
 
@@ -52,7 +52,7 @@ async def run(
 
 @pytest.mark.parametrize("connector", [*CONNECTORS, *PAIRS])
 async def test_without_faults_all_kv_is_transferred(connector: str) -> None:
-    async with linked(connector, Faults(dice(1), {})) as pair:
+    async with linked(connector, Faults(dice(1), {}), lease_seconds=PATIENT) as pair:
         outcome = await Load(pair, abort_share=0).run(40)
         committed = pair.decode.metrics.transfers.labels("committed")._value.get()
     assert outcome.clean and outcome.ends == {"ended": 40}, outcome
@@ -187,7 +187,7 @@ async def test_the_first_token_does_not_wait_for_the_kv(lands: bool, monkeypatch
 async def test_the_same_order_twice_is_one_transfer() -> None:
     """It must not be refused: the receiver would take that for the word that nobody writes."""
     faults = Faults(dice(9), {"order": Rates.only("duplicate")})
-    async with linked("shared_memory", faults) as pair:
+    async with linked("shared_memory", faults, lease_seconds=PATIENT) as pair:
         outcome = await Load(pair, abort_share=0).run(40)
         committed = pair.decode.metrics.transfers.labels("committed")._value.get()
     assert outcome.clean and committed == 40, outcome

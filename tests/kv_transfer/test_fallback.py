@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 from chaos.faults import Faults, Rates, dice, everywhere
 from chaos.load import Load
-from chaos.pair import Pair, linked
+from chaos.pair import PATIENT, Pair, linked
 from optional import needs_nixl
 
 from kv_transfer.connectors import selection
@@ -42,7 +42,7 @@ def landed(pair: Pair, kind: str) -> int:
 async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, following: str, fault: str) -> None:
     """No prompt is computed twice."""
     faults = Faults(dice(1), {"bytes": Rates.only(fault, 0.3)})
-    async with linked(kind, faults, others=[following]) as pair:
+    async with linked(kind, faults, others=[following], lease_seconds=PATIENT) as pair:
         outcome = await Load(pair, abort_share=0).run(40)
         assert outcome.clean and outcome.ends == {"ended": 40}, outcome
         assert faults.total
@@ -53,7 +53,7 @@ async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, follow
 @pytest.mark.parametrize("following", ["tcp", "zmq"])
 async def test_transfers_go_on_when_shared_memory_cannot_be_written(following: str) -> None:
     """The sender's file goes in the middle of a prompt; after a pause it is opened again and used."""
-    async with linked("shared_memory", Faults(dice(2), {}), others=[following]) as pair:
+    async with linked("shared_memory", Faults(dice(2), {}), others=[following], lease_seconds=PATIENT) as pair:
         load = Load(pair, abort_share=0)
         assert (await load.run(4)).clean
         assert landed(pair, "shared_memory") and not landed(pair, following)
