@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 
-# In `make test` each file runs as one, and files begin in this order: one that takes minutes is not to be the last.
-LONGEST = (
+# Those that load the machine most run before the cluster that others share is up.
+FIRST = (
     "test_parity",
     "test_faults",
     "test_tensor_parallel",
@@ -19,7 +19,7 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Others keep their places behind those."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(scope="session")
