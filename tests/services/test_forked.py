@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from supervised import Recorder, runs, state, until
 
 from services.forked import ForkServer
 from services.supervisor import Child, Supervisor
@@ -33,21 +34,9 @@ def main():
 """
 
 
-class Seen:
-    """What a supervisor tells."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.lines: list[tuple[str, str]] = []
-
-    def event(self, kind: str, /, **fields: Any) -> None:
-        self.events.append((kind, fields))
-
-    def line(self, child: str, text: str) -> None:
-        self.lines.append((child, text))
-
-    def said(self, child: str) -> list[dict[str, Any]]:
-        return [json.loads(text) for name, text in self.lines if name == child and text.startswith("{")]
+def said(seen: Recorder, child: str) -> list[dict[str, Any]]:
+    """What the starts of a child told of themselves."""
+    return [json.loads(text) for name, text in seen.lines if name == child and text.startswith("{")]
 
 
 @pytest.fixture
@@ -69,28 +58,14 @@ def child(name: str, server: ForkServer, env: dict[str, str], *arguments: str, m
     return Child(name, [sys.executable, "-m", module, *arguments], env, fork_server=server)
 
 
-def state(pid: int) -> str:
-    """Of a process; "" if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-async def until(condition: Any, seconds: float = 60.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
 async def test_forks_are_as_programs_started_anew(server: ForkServer, modules: dict[str, str]) -> None:
-    seen = Seen()
+    seen = Recorder()
     secret = modules | {"SECRET": "of a alone"}
     children = [child("a", server, secret, "serve", "x"), child("b", server, modules, "serve", "y")]
     supervisor = Supervisor(children, seen.event, seen.line)
     await supervisor.start()
     await until(lambda: {("a", "to stderr"), ("b", "to stderr")} <= set(seen.lines))
-    (a,), (b,) = seen.said("a"), seen.said("b")
+    (a,), (b,) = said(seen, "a"), said(seen, "b")
     assert a["loaded"] == b["loaded"] not in (a["pid"], b["pid"])
     assert {"a": a["pid"], "b": b["pid"]} == supervisor.pids
     assert a["parent"] == os.getpid() and a["session"] == a["pid"]
@@ -99,16 +74,16 @@ async def test_forks_are_as_programs_started_anew(server: ForkServer, modules: d
     assert Path(f"/proc/{a['pid']}/cmdline").read_bytes().rstrip(b"\0").endswith(b"-m napper serve x")
     assert b"of a alone" not in Path(f"/proc/{b['pid']}/environ").read_bytes()
     os.kill(a["pid"], signal.SIGKILL)
-    await until(lambda: len(seen.said("a")) == 2)
+    await until(lambda: len(said(seen, "a")) == 2)
     assert ("exited", {"name": "a", "code": -signal.SIGKILL}) in seen.events
-    assert seen.said("a")[1]["loaded"] == a["loaded"]
+    assert said(seen, "a")[1]["loaded"] == a["loaded"]
     pids = [*supervisor.pids.values(), a["loaded"]]
     await supervisor.stop()
     assert not any(state(pid) for pid in pids)
 
 
 async def test_exit_statuses_are_told(server: ForkServer, modules: dict[str, str]) -> None:
-    seen = Seen()
+    seen = Recorder()
     supervisor = Supervisor([child("a", server, modules, "fail")], seen.event, seen.line)
     await supervisor.start()
     await until(lambda: any(kind == "restarted" for kind, _ in seen.events))
@@ -119,22 +94,22 @@ async def test_exit_statuses_are_told(server: ForkServer, modules: dict[str, str
 async def test_forks_outlive_their_server_and_the_next_has_a_new_one(
     server: ForkServer, modules: dict[str, str]
 ) -> None:
-    seen = Seen()
+    seen = Recorder()
     supervisor = Supervisor([child("a", server, modules)], seen.event, seen.line)
     await supervisor.start()
-    await until(lambda: seen.said("a"))
-    (a,) = seen.said("a")
+    await until(lambda: said(seen, "a"))
+    (a,) = said(seen, "a")
     os.kill(a["loaded"], signal.SIGKILL)
     await supervisor.add(child("b", server, modules))
-    await until(lambda: seen.said("b"))
-    assert seen.said("b")[0]["loaded"] != a["loaded"]
-    assert state(a["pid"]) not in ("", "Z") and not any(kind == "exited" for kind, _ in seen.events)
+    await until(lambda: said(seen, "b"))
+    assert said(seen, "b")[0]["loaded"] != a["loaded"]
+    assert runs(a["pid"]) and not any(kind == "exited" for kind, _ in seen.events)
     await supervisor.stop()
 
 
 async def test_without_a_server_they_are_programs(modules: dict[str, str]) -> None:
     """It cannot import: who starts in the usual way says why."""
-    server, seen = ForkServer(("not_there",), modules), Seen()
+    server, seen = ForkServer(("not_there",), modules), Recorder()
     command = [sys.executable, "-c", "print('as ever', flush=True); import time; time.sleep(100)"]
     supervisor = Supervisor([Child("a", command, modules, fork_server=server)], seen.event, seen.line)
     await supervisor.start()
@@ -144,7 +119,7 @@ async def test_without_a_server_they_are_programs(modules: dict[str, str]) -> No
 
 
 async def test_too_large_an_environment_is_no_reason_not_to_start(server: ForkServer, modules: dict[str, str]) -> None:
-    seen = Seen()
+    seen = Recorder()
     supervisor = Supervisor([child("a", server, modules | {"LARGE": "x" * 100_000})], seen.event, seen.line)
     supervisor.children[0].env |= {"LARGER": "x" * 100_000}
     supervisor.children[0].command[1:] = ["-c", "print('as ever', flush=True); import time; time.sleep(100)"]
@@ -154,7 +129,7 @@ async def test_too_large_an_environment_is_no_reason_not_to_start(server: ForkSe
 
 
 async def test_a_stop_waits_for_no_import(modules: dict[str, str]) -> None:
-    server, seen = ForkServer(("lazy",), modules), Seen()
+    server, seen = ForkServer(("lazy",), modules), Recorder()
     supervisor = Supervisor([child("a", server, modules, module="lazy")], seen.event, seen.line)
     starting = asyncio.ensure_future(supervisor.start())
     await asyncio.sleep(0.5)
@@ -165,11 +140,11 @@ async def test_a_stop_waits_for_no_import(modules: dict[str, str]) -> None:
 
 
 async def test_what_a_fork_leaves_behind_is_killed_and_reaped(server: ForkServer, modules: dict[str, str]) -> None:
-    seen = Seen()
+    seen = Recorder()
     supervisor = Supervisor([child("a", server, modules, "parent")], seen.event, seen.line)
     await supervisor.start()
-    await until(lambda: ("a", "grandchild") in seen.lines and seen.said("a"))
-    pid = seen.said("a")[0]["pid"]
+    await until(lambda: ("a", "grandchild") in seen.lines and said(seen, "a"))
+    pid = said(seen, "a")[0]["pid"]
     group = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _group(int(path.name)) == pid]
     assert len(group) == 2
     os.kill(pid, signal.SIGKILL)
@@ -198,11 +173,11 @@ def test_forks_die_with_a_killed_supervisor(modules: dict[str, str]) -> None:
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=modules)
     assert parent.stdout is not None
-    said = json.loads(parent.stdout.readline())
+    told = json.loads(parent.stdout.readline())
     parent.kill()
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 30
-    while any(state(pid) not in ("", "Z") for pid in (said["pid"], said["loaded"])):
+    while any(runs(pid) for pid in (told["pid"], told["loaded"])):
         assert time.monotonic() < deadline
         time.sleep(0.05)

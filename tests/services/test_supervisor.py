@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
+from supervised import Recorder, runs, until
 
 from services.supervisor import EXIT_CONFIGURATION, Child, Supervisor
 
@@ -22,34 +22,8 @@ STUBBORN = [
 ]
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.lines: list[tuple[str, str]] = []
-
-    def event(self, kind: str, /, **fields: Any) -> None:
-        self.events.append((kind, fields))
-
-    def line(self, child: str, text: str) -> None:
-        self.lines.append((child, text))
-
-
 def child(name: str, command: list[str]) -> Child:
     return Child(name, command, dict(os.environ))
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process and it is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-async def until(condition: Any, seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_restarts_what_dies_and_prefixes_lines() -> None:
