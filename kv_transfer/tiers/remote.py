@@ -209,7 +209,6 @@ class RemoteStore(ABC):
             if answers is not None and not all(answers):
                 self._full_until = asyncio.get_running_loop().time() + _FULL_SECONDS
         self.counts.write_seconds = self._write_time.seconds
-        self.counts.written_bytes += sum(stored[at] for at in missing) * self.format.block_bytes
         unwanted = list(own & self._unwanted)
         stored = [is_there and each not in unwanted for each, is_there in zip(hashes, stored, strict=True)]
         self._writing -= own
@@ -252,9 +251,9 @@ class RemoteStore(ABC):
 
         values = await asyncio.to_thread(seal)
         stored = await self._store(values)
-        self.counts.packed_bytes += sum(
-            len(value) for (_, value), is_there in zip(values, stored, strict=True) if is_there
-        )
+        written = [len(value) for (_, value), is_there in zip(values, stored, strict=True) if is_there]
+        self.counts.written_bytes += len(written) * self.format.block_bytes
+        self.counts.packed_bytes += sum(written)
         return stored
 
     async def _call(self, operation: Callable[[], Awaitable[Any]]) -> Any:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.streams import kill, state_of
-from cluster.tiny import tiny_model
+from cluster.tiny import SLOW, tiny_model
 from faults_hit import must_hit
 
 TOKENS = 1900  # of a prompt
@@ -28,7 +28,7 @@ UNASKED = itertools.count(10)  # numbers of prompts that no try has asked yet
 def start(tmp_path_factory: pytest.TempPathFactory, *options: str) -> Cluster:
     folder = tmp_path_factory.mktemp("fetch")
     fixed = ("--dummy-seed", "5", "--threads", "1", "--kv-memory", "64MiB", "--fetch-tokens", "64")
-    return start_cluster(folder, *fixed, *options, model=str(tiny_model(folder / "tiny")))
+    return start_cluster(folder, *fixed, *options, model=str(tiny_model(folder / "tiny", **SLOW)))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from cluster.harness import Cluster, free_port, start_cluster, stop_cluster
 from cluster.test_tiers import BLOCK, TOKENS, wait_for
-from cluster.tiny import tiny_model
+from cluster.tiny import SLOW, tiny_model
 from faults_hit import must_hit
 
 from services.cluster_state import ClusterState
@@ -33,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("pins")
     workers = ("--dummy-seed", "5", "--threads", "1", "--kv-blocks", "160", "--local-prefill-tokens", "0")
     tiers = ("--fetch-tokens", "64", "--kv-memory-host", "4MiB")
-    running = start_cluster(folder, *workers, *tiers, model=str(tiny_model(folder / "tiny")), env=SETTINGS)
+    running = start_cluster(folder, *workers, *tiers, model=str(tiny_model(folder / "tiny", **SLOW)), env=SETTINGS)
     yield running
     stop_cluster(running)
 

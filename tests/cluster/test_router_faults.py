@@ -42,10 +42,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, store: Store) -> Iterator[
 
 
 async def held(cluster: Cluster) -> int:
-    """Distinct blocks that the workers hold."""
+    """Distinct blocks that the workers hold, once all of them are in Redis: it was emptied, or they just started."""
     running = find(cluster.url)
+    until = time.monotonic() + 60
+    while len(workers := await members_of(running, "aggregated")) < len(WORKERS):
+        assert time.monotonic() < until, f"only {len(workers)} workers are in Redis"
+        await asyncio.sleep(0.1)
     hashes: set[bytes] = set()
-    for worker in await members_of(running, "aggregated"):
+    for worker in workers:
         async with make_channel(worker.grpc_address, key_of(running)) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             hashes.update((await stub.CacheSnapshot(worker_pb2.CacheSnapshotRequest(), timeout=30)).block_hashes)

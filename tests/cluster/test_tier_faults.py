@@ -20,7 +20,7 @@ import redis
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.restore_run import answers
 from cluster.streams import Stream
-from cluster.tiny import tiny_model
+from cluster.tiny import SLOW, tiny_model
 from faults_hit import must_hit
 from store import Store
 
@@ -67,7 +67,7 @@ def compare(streams: list[Stream], expected: list[Stream]) -> None:
 
 
 def started(folder: Path, *options: str, within: tuple[str, ...] = ()) -> Kept:
-    model = str(tiny_model(folder / "tiny"))
+    model = str(tiny_model(folder / "tiny", **SLOW))
     env = {"TANDEM_CLUSTER_KEY": "a secret of this cluster"}
     cluster = start_cluster(folder, *WORKERS, *TIERS, *options, model=model, env=env, within=within)
     return Kept(cluster, asyncio.run(answers(cluster, [question(number) for number in PROMPTS], 1)), folder)

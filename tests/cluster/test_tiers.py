@@ -20,7 +20,7 @@ import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.restore_run import answers, questions, under_fire
 from cluster.streams import kill
-from cluster.tiny import tiny_model
+from cluster.tiny import SLOW, tiny_model
 from faults_hit import must_hit
 from object_server import Server
 from store import Store
@@ -34,7 +34,7 @@ BLOCK = 16
 MOST = 0.7
 UNASKED = itertools.count(1000, 20)  # numbers of prompts that no try has asked yet
 BLOCK_BYTES = 3 * BLOCK * 2 * (16 + 16) * 4  # layers, tokens, KV heads, K and V, float32
-FORMS = ("unpacked", "packed")
+WRITTEN = "tandem_tier_written_bytes_total"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "--kv-policy",
         "lfu",
     )
-    running = start_cluster(folder, *workers, *tiers, model=str(tiny_model(folder / "tiny")))
+    running = start_cluster(folder, *workers, *tiers, model=str(tiny_model(folder / "tiny", **SLOW)))
     yield running
     stop_cluster(running)
 
@@ -180,7 +180,8 @@ def test_what_waits_is_read_from_disk_meanwhile(kept: Cluster, computed: list[An
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for number in (waits + 10, waits + 11):
             pool.submit(ask, kept, number, 450)
-        wait_for(kept, "tandem_router_reservations", 2)
+        wait_for(kept, "tandem_kv_blocks", 2 * TOKENS // BLOCK, state="active", role="decode")
+        time.sleep(1)  # the router is told of what is taken
         again, cached = ask(kept, waits, 200)
     assert same([again], [answer])
     must_hit(kept.metric("tandem_router_queue_seconds_count") > held, "the long answers were over before it came")
@@ -256,7 +257,7 @@ def test_stores_that_clusters_share(tmp_path: Path) -> None:
     tiers = ("--fetch-tokens", "64", "--kv-memory-host", "2MiB")
     shared = ("--kv-redis", server.url, "--kv-s3", f"{objects.url}/bucket")
     workers = ("--dummy-seed", "5", "--threads", "1", "--kv-blocks", "160", "--local-prefill-tokens", "0")
-    model, blocks, answers = str(tiny_model(tmp_path / "tiny")), TOKENS // BLOCK, []
+    model, blocks, answers = str(tiny_model(tmp_path / "tiny", **SLOW)), TOKENS // BLOCK, []
     secrets = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
     env = secrets | {"TANDEM_CLUSTER_KEY": "a secret of both clusters"}
     packed = env | {"TANDEM_KV_COMPRESSION": "zstd"}  # by the first; the second reads it all the same
@@ -268,8 +269,7 @@ def test_stores_that_clusters_share(tmp_path: Path) -> None:
             for tier in ("disk", "redis", "object"):
                 wait_for(running, "tandem_tier_blocks", 2 * MOST * blocks, tier=tier)
             for tier in ("redis", "object"):
-                written = (running.metric("tandem_tier_written_bytes_total", tier=tier, form=form) for form in FORMS)
-                unpacked, small = written
+                small, unpacked = (running.metric(WRITTEN, tier=tier, form=form) for form in ("packed", "unpacked"))
                 must_hit(small, f"what {tier} took was not answered in time, and so not counted")
                 assert small < 0.95 * unpacked
         finally:

@@ -12,6 +12,7 @@ from tier_blocks import FORMAT, content, key, room
 
 from engine.request import BlockRemoved, BlockStored, CacheCleared
 from kv_transfer.tiers.redis_store import LARGEST_BLOCK, RedisStore
+from kv_transfer.tiers.seal import SEAL_BYTES
 from kv_transfer.tiers.store import StoreError
 from services.redis_client import redis_client
 
@@ -72,7 +73,11 @@ async def test_many_round_trips(server: Server) -> None:
     format = replace(FORMAT, block_bytes=1 << 20)
     store = RedisStore(redis_client(server.url, PATIENCE), format, key=SECRET)
     keys, blocks = [key(each) for each in range(20)], [content(each, 1 << 20) for each in range(20)]
-    assert await store.put(keys, blocks) == [True] * 20
+    writing = asyncio.ensure_future(store.put(keys, blocks))
+    while not writing.done():  # the same blocks are counted, packed or not, at any time
+        assert store.counts.packed_bytes == (store.counts.written_bytes >> 20) * ((1 << 20) + SEAL_BYTES)
+        await asyncio.sleep(0)
+    assert await writing == [True] * 20 and store.counts.written_bytes == 20 << 20
     into = room(20, 1 << 20)
     assert await store.get(keys, into) == [True] * 20 and into == blocks
     await store.close()
