@@ -413,10 +413,10 @@ async def linked(
     forced: str | None = None,
     fenced: bool = True,
     prefill_block_size: int = BLOCK,
-    lease_seconds: float = LEASE_SECONDS,
+    lease_seconds: float | None = None,
 ) -> AsyncIterator[Pair]:
-    """A pair with short waits, while it is needed."""
-    with short_waits(lease_seconds):
+    """A pair with short waits, while it is needed. Without faults leases are long ones unless told."""
+    with short_waits(lease_seconds or (LEASE_SECONDS if faults.rates else PATIENT)):
         pair = Pair(
             connector, faults, others=others, forced=forced, fenced=fenced, prefill_block_size=prefill_block_size
         )

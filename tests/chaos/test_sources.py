@@ -9,7 +9,7 @@ import pytest
 from chaos.faults import Faults, dice
 from chaos.load import Load
 from chaos.mock_engine import BLOCK
-from chaos.pair import Pair, Prefill, linked
+from chaos.pair import LEASE_SECONDS, PATIENT, Pair, Prefill, linked
 
 from kv_transfer.connectors.tcp_sender import TcpSender
 from services.rpc import router_pb2, worker_pb2
@@ -55,7 +55,8 @@ async def test_the_prefill_worker_fetches_first() -> None:
 
 @pytest.mark.parametrize("what", ["the source is lost", "the client leaves", "the lease ends"])
 async def test_what_happens_during_the_fetch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with linked("shared_memory", Faults(dice(2), {})) as pair, holder() as source:
+    lease = LEASE_SECONDS if what == "the lease ends" else PATIENT
+    async with linked("shared_memory", Faults(dice(2), {}), lease_seconds=lease) as pair, holder() as source:
         goes_on = threading.Event()
         source.thread.post(goes_on.wait)
         try:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
 from cluster.tiny import tiny_model
@@ -213,7 +214,14 @@ def test_neither_keys_nor_prompts_are_logged(cluster: Cluster) -> None:
 
 
 def test_only_the_gateway_is_told_of_keys(cluster: Cluster) -> None:
-    assert {name for name, pid in cluster.pids.items() if in_memory(pid, KEY.encode())} == {"gateway"}
+    headers, asked = {"authorization": f"Bearer {KEY}"}, body(cluster, max_tokens=1500, stream=True)
+    with (
+        httpx.Client(trust_env=False, timeout=120) as client,
+        client.stream("POST", cluster.url + "/v1/completions", headers=headers, content=asked) as answer,
+    ):
+        assert answer.status_code == 200 and next(answer.iter_lines())
+        assert in_memory(cluster.pids["gateway"], KEY.encode())  # as long as the request is under way, at least
+    assert not {name for name, pid in cluster.pids.items() if name != "gateway" and in_memory(pid, KEY.encode())}
     assert not any(KEY.encode() in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in cluster.pids.values())
 
 

@@ -53,7 +53,7 @@ async def test_transfers_go_on_when_streams_fail_in_the_middle(kind: str, follow
 @pytest.mark.parametrize("following", ["tcp", "zmq"])
 async def test_transfers_go_on_when_shared_memory_cannot_be_written(following: str) -> None:
     """The sender's file goes in the middle of a prompt; after a pause it is opened again and used."""
-    async with linked("shared_memory", Faults(dice(2), {}), others=[following], lease_seconds=PATIENT) as pair:
+    async with linked("shared_memory", Faults(dice(2), {}), others=[following]) as pair:
         load = Load(pair, abort_share=0)
         assert (await load.run(4)).clean
         assert landed(pair, "shared_memory") and not landed(pair, following)
