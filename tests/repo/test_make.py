@@ -1,7 +1,9 @@
 """`make test` with programs that only note that they ran: what fails ends it, and what it sets reaches them."""
 
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,17 @@ PROGRAM = """#!/bin/bash
 echo "${0##*/} $*" >> "$LOG"
 echo "bytecode ${PYTHONDONTWRITEBYTECODE-is written}" >> "$LOG"
 [ "${0##*/}" != "$FAILS" ]
+"""
+ONCE = """
+def test_number(seen=[]):
+    seen.append(1)
+    assert len(seen) > 1
+def test_tokens(seen=[]):
+    seen.append(1)
+    assert seen == [1, 1]
+def test_statuses(seen=[]):
+    seen.append(200 if seen else 503)
+    assert {seen[-1]} == {200}
 """
 
 
@@ -59,3 +72,14 @@ def test_packages_that_cannot_be_had_are_told_of(tmp_path: Path) -> None:
     assert status == 0 and len([line for line in ran if line.startswith("pip ")]) == 4
     for extra in ("nixl", "ray", "k8s-dev"):
         assert f"== no {extra} here: its tests are skipped" in printed
+
+
+def test_a_number_is_read_again_and_no_other_answer(tmp_path: Path) -> None:
+    """Each fails once, beneath the options that `make test` gives pytest for clusters."""
+    _, _, ran = make(tmp_path, "test")
+    (options,) = [line.split()[3:] for line in ran if line.startswith("pytest tests/repo tests/cluster")]
+    (tmp_path / "test_once.py").write_text(ONCE)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "test_once.py", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    ends = {name: end for end, name in re.findall(r"^(PASSED|FAILED) test_once.py::test_(\w+)", done.stdout, re.M)}
+    assert ends == {"number": "PASSED", "tokens": "FAILED", "statuses": "FAILED"}, done.stdout + done.stderr
