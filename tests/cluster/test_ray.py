@@ -129,14 +129,14 @@ def test_through_the_client(nodes: RayNodes, model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.timeout(600)
 def test_the_planner_adds_and_ends_workers(nodes: RayNodes, model: Path, tmp_path: Path) -> None:
-    options = ("--on", "ray", "--prefill", "1", "--decode", "1", "--planner", "act", *OPTIONS)
+    options = ("--on", "ray", "--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", *OPTIONS)
     settings = PATIENT | {
         "TANDEM_PLANNER_INTERVAL": "1",
         "TANDEM_PLANNER_MINIMUM": "prefill=1,decode=2",
         "TANDEM_PLANNER_WORKERS": "3",
         "TANDEM_PLANNER_ROLES": "prefill,decode",
     }
-    cluster = start_cluster(tmp_path, *options, model=str(model), env=settings)
+    cluster = start_cluster(tmp_path, *options, "--planner", "act", model=str(model), env=settings)
     try:
         wait(lambda: "decode-1" in workers(cluster))  # as there are to be two
         assert nodes.of(workers(cluster)["decode-1"].pid) in nodes.raylets
