@@ -1,6 +1,7 @@
 """Prefill and decode in two network namespaces with own addresses: token-exact, also when they are cut apart."""
 
 import concurrent.futures
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ Answers = list[list[str]]
 SHORT = 8  # prompts
 LONG = SHORT  # number of a long prompt, that nobody has asked before
 LONG_TOKENS = 1000
+UNASKED = itertools.count(200)
 
 
 def ask(cluster: Cluster, number: int, num_tokens: int = 0) -> list[str]:
@@ -130,24 +132,29 @@ def long_prompts(cluster: Cluster, first: int, count: int = 4) -> Answers:
     return [ask(cluster, number, LONG_TOKENS) for number in range(first, first + count)]
 
 
+def goes_plain(cluster: Cluster) -> None:
+    """Asks long prompts until KV is not packed any more: what was found of the link before is outweighed."""
+    deadline = time.monotonic() + 120
+    for number in UNASKED:
+        before, moved = packed(cluster), committed(cluster)
+        ask(cluster, number, LONG_TOKENS)
+        if packed(cluster) == before and committed(cluster) > moved:
+            return
+        assert time.monotonic() < deadline, "the link is fast, and KV is packed"
+
+
 def test_kv_is_packed_where_the_link_is_slow_and_only_there(
     net: Network, model: Path, expected: Answers, long_answers: Answers, tmp_path: Path
 ) -> None:
     with cluster_on(net, tmp_path, model, *OPTIONS, "--connector", "tcp") as cluster:
         assert ask_all(cluster) == expected[:SHORT]
         assert long_prompts(cluster, 100) == long_answers[:4]
-        must_hit(packed(cluster) == (0, 0), "no codec is as fast as this link")
+        goes_plain(cluster)  # a busy machine may have made the link look slow
+        before = packed(cluster)
         with net.slow("prefill", "16mbit"):
             assert long_prompts(cluster, 104) == long_answers[4:]
-            unpacked, on_the_way = packed(cluster)
+            unpacked, on_the_way = (now - was for now, was in zip(packed(cluster), before, strict=True))
             assert 0 < on_the_way < 0.95 * unpacked
-        number, deadline = 108, time.monotonic() + 120
-        while True:  # until what was found of the slow link is outweighed
-            before, moved = packed(cluster), committed(cluster)
-            ask(cluster, number, LONG_TOKENS)
-            number += 1
-            if packed(cluster) == before and committed(cluster) > moved:
-                break
-            assert time.monotonic() < deadline, "the link is fast again, and KV is still packed"
+        goes_plain(cluster)
         cluster.wait_idle()
         must_hit(cluster.metric("tandem_kv_transfers_total", outcome="recomputed") == 0, "a transfer was lost")
