@@ -5,6 +5,9 @@ from collections.abc import Generator
 import pytest
 from standstill import Witness, judged
 
+# A wait there that was too brief is told by what failed, as in tests (Makefile).
+pytest.register_assert_rewrite("cluster.harness")
+
 _WITNESS = pytest.StashKey[Witness]()
 
 

@@ -73,6 +73,13 @@ class Cluster:
                     total += sample.value
         return total
 
+    def wait_least(self, name: str, least: float, **labels: str) -> None:
+        """Waits until that sum has come to `least`."""
+        deadline = time.monotonic() + 60
+        while (value := self.metric(name, **labels)) < least:
+            assert time.monotonic() < deadline, f"{name} {labels} stays {value}, not {least}"
+            time.sleep(0.02)
+
     def wait_idle(self, timeout: float = 60.0) -> None:
         """Waits until no request runs and no block is active, in transfer or orphaned; fails if that does not come."""
         deadline = time.monotonic() + timeout

@@ -95,9 +95,3 @@ def kill(cluster: Cluster, name: str) -> None:
     event = cluster.wait_event("restarted", 120)
     assert event["name"] == name
     cluster.pids[name] = int(str(event["pid"]))
-
-
-def state_of(pid: int) -> str:
-    """The kernel's letter for the process: R, S, T for stopped, Z."""
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
-from cluster.streams import kill, run_streams, state_of
+from cluster.streams import kill, run_streams
 from cluster.tiny import tiny_model
 from faults_hit import must_hit
+from supervised import state
 from typer.testing import CliRunner
 
 from services.cli import app
@@ -151,10 +152,10 @@ def stopped(cluster: Cluster, name: str) -> Iterator[None]:
     pid = cluster.pids[name]
     os.kill(pid, signal.SIGSTOP)
     try:
-        while state_of(pid) != "T":
+        while state(pid) != "T":
             time.sleep(0.001)
         yield
-        assert cluster.pids[name] == pid and state_of(pid) == "T"
+        assert cluster.pids[name] == pid and state(pid) == "T"
     finally:
         os.kill(pid, signal.SIGCONT)
 

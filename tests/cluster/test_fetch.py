@@ -15,9 +15,10 @@ from typing import Any
 import httpx
 import pytest
 from cluster.harness import Cluster, start_cluster, stop_cluster
-from cluster.streams import kill, state_of
+from cluster.streams import kill
 from cluster.tiny import SLOW, tiny_model
 from faults_hit import must_hit
+from supervised import state
 
 TOKENS = 1900  # of a prompt
 BLOCK = 16
@@ -73,14 +74,6 @@ def failed(cluster: Cluster) -> float:
     return cluster.metric("tandem_kv_fetches_total") - cluster.metric("tandem_kv_fetches_total", outcome="committed")
 
 
-def known(cluster: Cluster, blocks: int) -> None:
-    """Until the router has heard of so many cached blocks."""
-    ends = time.monotonic() + 60
-    while cluster.metric("tandem_router_index_blocks") < blocks:
-        assert time.monotonic() < ends, "the router does not hear of what is cached"
-        time.sleep(0.02)
-
-
 def holder(cluster: Cluster) -> str:
     """The worker that has generated most, when the answers so far were one more of one than of the other."""
     counts = {
@@ -108,18 +101,18 @@ def test_a_worker_killed_while_it_is_asked_costs_nothing_but_time(equals: Cluste
     expected, cached = ask(equals, 1)  # by one worker
     assert cached == 0
     victim = holder(equals)
-    known(equals, TOKENS // BLOCK)
+    equals.wait_least("tandem_router_index_blocks", TOKENS // BLOCK)
     again, cached = ask(equals, 1)  # by the other, which fetches
     assert again == expected and cached == (TOKENS - 1) // BLOCK * BLOCK
     assert fetched(equals) == (TOKENS - 1) // BLOCK
     expected, _ = ask(equals, 2)
     assert holder(equals) == victim
-    known(equals, 2 * (TOKENS // BLOCK))
+    equals.wait_least("tandem_router_index_blocks", 2 * (TOKENS // BLOCK))
     answers: list[tuple[list[str], int]] = []
     client = threading.Thread(target=lambda: answers.append(ask(equals, 2)))
     pid = equals.pids[victim]
     os.kill(pid, signal.SIGSTOP)
-    while state_of(pid) != "T":
+    while state(pid) != "T":
         time.sleep(0.001)
     client.start()
     time.sleep(0.4)
@@ -139,7 +132,8 @@ def test_the_same_prefix_on_another_worker_is_fetched_and_gives_the_same_tokens(
     for at, number in enumerate(numbers, 1):
         tokens, cached = ask(equals, number)
         assert cached == 0
-        known(equals, blocks + (len(numbers) + at) * (TOKENS // BLOCK))  # the salted ones, and these so far
+        known = blocks + (len(numbers) + at) * (TOKENS // BLOCK)  # the salted ones, and these so far
+        equals.wait_least("tandem_router_index_blocks", known)
         again, cached = ask(equals, number)
         assert tokens == again == expected[at - 1]
     must_hit(fetched(equals) > before, "computing was believed to be quicker each time")
@@ -174,7 +168,7 @@ def test_a_busy_worker_gives_its_prefix_to_an_idle_one(tmp_path_factory: pytest.
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             expected = [ask(cluster, 1, more=number, salt=f"{number}")[0] for number in range(16)]
             ask(cluster, 1)
-            known(cluster, TOKENS // BLOCK)
+            cluster.wait_least("tandem_router_index_blocks", TOKENS // BLOCK)
             answers = list(pool.map(lambda number: ask(cluster, 1, more=number, max_tokens=200), range(16)))
         assert [tokens[:24] for tokens, _ in answers] == expected
         must_hit(cluster.metric("tandem_router_fetches_total"), "all went where the prefix was")

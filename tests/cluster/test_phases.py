@@ -5,7 +5,6 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,6 @@ def steps(cluster: Cluster, role: str) -> dict[str, float]:
     return {kind: cluster.metric("tandem_engine_steps_total", role=role, kind=kind) for kind in kinds}
 
 
-def wait_for(cluster: Cluster, name: str, least: float, **labels: str) -> None:
-    deadline = time.monotonic() + 60
-    while cluster.metric(name, **labels) < least:
-        assert time.monotonic() < deadline, f"{name} does not come to {least}"
-        time.sleep(0.02)
-
-
 def test_a_decode_worker_computes_no_prompt_unless_asked(tmp_path: Path) -> None:
     # Few at once, so that most requests wait for room; a prompt is not computed here instead of that.
     options = ("--dummy-seed", "5", "--threads", "1", "--local-prefill-tokens", "0", "--max-running", "4")
@@ -59,7 +51,7 @@ def test_a_decode_worker_computes_no_prompt_unless_asked(tmp_path: Path) -> None
         # Asked: scores of a prompt are computed where they are needed, beside the stream and 128 tokens a step at most.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             stream = pool.submit(ask, cluster, [9], 1900)
-            wait_for(cluster, "tandem_engine_steps_total", decode["decode"] + 5, role="decode", kind="decode")
+            cluster.wait_least("tandem_engine_steps_total", decode["decode"] + 5, role="decode", kind="decode")
             ask(cluster, list(range(10, 1210)), 0, echo=True, logprobs=0)
             must_hit(not stream.done(), "the stream was over before the scores")
             assert stream.result()["usage"]["completion_tokens"] == 1900
@@ -79,7 +71,7 @@ def test_a_short_prompt_passes_a_long_one(tmp_path: Path) -> None:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             ended: list[str] = []
             first = pool.submit(lambda: (ask(cluster, long, 1), ended.append("long")))
-            wait_for(cluster, "tandem_prompt_tokens_total", 1, source="computed")
+            cluster.wait_least("tandem_prompt_tokens_total", 1, source="computed")
             second = pool.submit(lambda: (ask(cluster, [9, 8, 7, 6, 5, 4], 8), ended.append("short")))
             first.result()
             second.result()
@@ -109,7 +101,7 @@ def test_small_requests_do_not_take_the_room_that_a_large_one_waits_for(tight: C
     committed = tight.metric("tandem_kv_transfers_total", outcome="committed")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(ask_small_ones) for _ in range(8)]
-        wait_for(tight, "tandem_kv_transfers_total", committed + 8, outcome="committed")
+        tight.wait_least("tandem_kv_transfers_total", committed + 8, outcome="committed")
         ask(tight, list(range(20_000, 20_560)), 4)  # most of the pool
         before_the_end = next(counter) < 300
         answered.set()

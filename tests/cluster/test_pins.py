@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from cluster.harness import Cluster, free_port, start_cluster, stop_cluster
-from cluster.test_tiers import BLOCK, TOKENS, wait_for
+from cluster.test_tiers import BLOCK, TOKENS
 from cluster.tiny import SLOW, tiny_model
 from faults_hit import must_hit
 
@@ -82,8 +82,8 @@ def test_a_session_keeps_its_prefix_until_it_ends(cluster: Cluster) -> None:
     assert told["blocks"] == str(BLOCKS) and told["seconds"] == "600" and "limit" not in told
     plain, _, untold = ask(cluster, 2)
     assert not untold
-    wait_for(cluster, "tandem_tier_pinned_blocks", BLOCKS)
-    wait_for(cluster, "tandem_tier_stored_blocks_total", BLOCKS, tier="host")
+    cluster.wait_least("tandem_tier_pinned_blocks", BLOCKS)
+    cluster.wait_least("tandem_tier_stored_blocks_total", BLOCKS, tier="host")
     flood(cluster, next(UNASKED))
     again, cached, _ = ask(cluster, 1)
     assert again == pinned
@@ -148,7 +148,7 @@ def test_prompts_of_a_file_are_pinned_until_unpinned(cluster: Cluster, tmp_path:
     prompts = tmp_path / "prompts"
     prompts.write_text(json.dumps({"prompt": prompt(20)}) + "\n")
     assert f"{BLOCKS} blocks" in tandem(cluster, "pin", str(prompts))
-    wait_for(cluster, "tandem_tier_pinned_blocks", BLOCKS)
+    cluster.wait_least("tandem_tier_pinned_blocks", BLOCKS)
     (state,) = json.loads(tandem(cluster, "show", "--json"))
     (shown,) = state["pinned"]["prompts"]
     assert (shown["blocks"], shown["blocks_here"], state["pinned"]["sessions"]) == (BLOCKS, BLOCKS, 0)
@@ -176,7 +176,7 @@ def test_what_only_workers_have_is_kept_again(cluster: Cluster, tmp_path: Path) 
     assert f"1 prompts computed; {BLOCKS} blocks in all tiers" in tandem(cluster, "warm", str(prompts))
     tandem(cluster, "drop")
     tandem(cluster, "pin", str(prompts))
-    wait_for(cluster, "tandem_tier_pinned_blocks", BLOCKS)
+    cluster.wait_least("tandem_tier_pinned_blocks", BLOCKS)
     tandem(cluster, "unpin", "--all")
     wait_for_none(cluster)
 

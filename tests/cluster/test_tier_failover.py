@@ -20,7 +20,7 @@ def servers(tmp_path: Path) -> Iterator[Processes]:
 def test_another_master_has_what_was_kept(servers: Processes, tmp_path: Path) -> None:
     kept = started(tmp_path, "--kv-redis", servers.url)
     try:
-        kept.wait("tandem_tier_blocks", BLOCKS / 2, tier="redis")
+        kept.cluster.wait_least("tandem_tier_blocks", BLOCKS / 2, tier="redis")
         old = servers.master()
         servers.kill(old)
         kept.ask()  # while there is none

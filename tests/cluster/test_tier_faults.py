@@ -53,12 +53,6 @@ class Kept:
         again = asyncio.run(answers(self.cluster, [question(number) for number in order], at_once))
         compare(again, [self.computed[number] for number in order])
 
-    def wait(self, metric: str, least: float, **labels: str) -> None:
-        ends = time.monotonic() + 60
-        while self.cluster.metric(metric, **labels) < least:
-            assert time.monotonic() < ends, f"{metric} is {self.cluster.metric(metric, **labels)}, not {least}"
-            time.sleep(0.05)
-
 
 def compare(streams: list[Stream], expected: list[Stream]) -> None:
     for stream, right in zip(streams, expected, strict=True):
@@ -177,12 +171,12 @@ def down(server: Store) -> Iterator[None]:
 @pytest.mark.parametrize("fault", [down, emptied, dropping, read_only, wrong_values, slow, hanging])
 def test_redis(beneath: tuple[Kept, Store], fault: Callable[[Store], AbstractContextManager[None]]) -> None:
     kept, server = beneath
-    kept.wait("tandem_tier_blocks", BLOCKS / 2, tier="redis")
+    kept.cluster.wait_least("tandem_tier_blocks", BLOCKS / 2, tier="redis")
     with fault(server):
         kept.ask()
     if fault is down:  # it is used again
         kept.ask()
-        kept.wait("tandem_tier_blocks", BLOCKS / 2, tier="redis")
+        kept.cluster.wait_least("tandem_tier_blocks", BLOCKS / 2, tier="redis")
         ends = time.monotonic() + 60
         while not kept.cluster.metric("tandem_tier_hit_blocks_total", tier="redis"):
             must_hit(time.monotonic() < ends, "nothing came from Redis in time")
@@ -196,7 +190,7 @@ def test_host_memory_goes_on(beneath: tuple[Kept, Store]) -> None:
     near = [question(next(UNASKED), max_tokens=2) for _ in range(3)]
     stored = kept.cluster.metric("tandem_tier_stored_blocks_total", tier="host")
     computed = asyncio.run(answers(kept.cluster, near, 1))
-    kept.wait("tandem_tier_stored_blocks_total", stored + 0.7 * len(near) * TOKENS / BLOCK, tier="host")
+    kept.cluster.wait_least("tandem_tier_stored_blocks_total", stored + 0.7 * len(near) * TOKENS / BLOCK, tier="host")
     with hanging(server):
         kept.ask(1)  # of these host memory has one at most
         must_hit(kept.cluster.metric("tandem_kv_fetches_total", outcome="late") >= 1, "nothing was asked of Redis")
@@ -247,7 +241,7 @@ def test_shared_memory_is_full(small: Kept) -> None:
 
 def test_disk_is_full(small: Kept) -> None:
     """It keeps what there is room for, and goes on when somebody else has taken the rest."""
-    small.wait("tandem_tier_blocks", 24, tier="disk")
+    small.cluster.wait_least("tandem_tier_blocks", 24, tier="disk")
     small.ask()
     with (kept_file(small).parent / "other").open("wb", buffering=0) as other, contextlib.suppress(OSError):
         while True:
@@ -284,7 +278,7 @@ def deleted(path: Path) -> None:
 @pytest.mark.parametrize("damage", [noise, swapped, truncated, deleted])
 def test_the_file_is_damaged(small: Kept, damage: Callable[[Path], None]) -> None:
     """While it is used."""
-    small.wait("tandem_tier_blocks", 24, tier="disk")
+    small.cluster.wait_least("tandem_tier_blocks", 24, tier="disk")
     damage(kept_file(small))
     small.ask()
     small.cluster.wait_idle()
@@ -294,7 +288,7 @@ def test_the_disk_fails(small: Kept, tmp_path: Path) -> None:
     """EIO from the kernel, as the service sees it."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
-    small.wait("tandem_tier_blocks", 16, tier="disk")
+    small.cluster.wait_least("tandem_tier_blocks", 16, tier="disk")
     calls = "pread64,preadv,preadv2,pwrite64,pwritev,pwritev2,fallocate,ftruncate"
     trace = ["strace", "-f", "-qq", "-o", str(tmp_path / "calls"), "-e", f"inject={calls}:error=EIO"]
     with subprocess.Popen([*trace, "-p", str(small.cluster.pids["kv"])], stderr=subprocess.PIPE) as strace:
@@ -305,7 +299,7 @@ def test_the_disk_fails(small: Kept, tmp_path: Path) -> None:
             small.ask()
             for _ in range(6):  # what is new is written
                 asyncio.run(answers(small.cluster, [question(next(UNASKED))], 1))
-            small.wait("tandem_tier_faults_total", 1, tier="disk")
+            small.cluster.wait_least("tandem_tier_faults_total", 1, tier="disk")
         finally:
             strace.terminate()
     failed = [line for line in (tmp_path / "calls").read_text().splitlines() if "(INJECTED)" in line]

@@ -91,17 +91,10 @@ def same(answers: list[Any], expected: list[Any]) -> bool:
     )
 
 
-def wait_for(cluster: Cluster, what: str, least: float, **labels: str) -> None:
-    ends = time.monotonic() + 60
-    while cluster.metric(what, **labels) < least:
-        assert time.monotonic() < ends, f"{what} stays {cluster.metric(what, **labels)}, not {least}"
-        time.sleep(0.05)
-
-
 def copied(cluster: Cluster, prompts: int) -> None:
     """Until most of so many prompts are kept, and the router knows."""
-    wait_for(cluster, "tandem_tier_blocks", MOST * prompts * (TOKENS // BLOCK), tier="disk")
-    wait_for(cluster, "tandem_router_index_blocks", MOST * prompts * (TOKENS // BLOCK))
+    cluster.wait_least("tandem_tier_blocks", MOST * prompts * (TOKENS // BLOCK), tier="disk")
+    cluster.wait_least("tandem_router_index_blocks", MOST * prompts * (TOKENS // BLOCK))
 
 
 def test_what_workers_gave_up_is_restored(kept: Cluster, computed: list[Any]) -> None:
@@ -174,20 +167,20 @@ def test_what_waits_is_read_from_disk_meanwhile(kept: Cluster, computed: list[An
     stored = kept.metric("tandem_tier_stored_blocks_total", tier="host")
     for number in range(waits + 1, waits + 9):  # more than host memory has room for, and the workers
         ask(kept, number)
-    wait_for(kept, "tandem_tier_stored_blocks_total", stored + MOST * room, tier="host")
+    kept.wait_least("tandem_tier_stored_blocks_total", stored + MOST * room, tier="host")
     before = {name: kept.metric("tandem_tier_prefetched_blocks_total", outcome=name) for name in ("read", "used")}
     held = kept.metric("tandem_router_queue_seconds_count")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         for number in (waits + 10, waits + 11):
             pool.submit(ask, kept, number, 450)
-        wait_for(kept, "tandem_kv_blocks", 2 * TOKENS // BLOCK, state="active", role="decode")
+        kept.wait_least("tandem_kv_blocks", 2 * TOKENS // BLOCK, state="active", role="decode")
         time.sleep(1)  # the router is told of what is taken
         again, cached = ask(kept, waits, 200)
     assert same([again], [answer])
     must_hit(kept.metric("tandem_router_queue_seconds_count") > held, "the long answers were over before it came")
     must_hit(cached >= TOKENS / 2, "it was computed before it could be fetched")
     for name, blocks in before.items():
-        wait_for(kept, "tandem_tier_prefetched_blocks_total", blocks + TOKENS / 3 / BLOCK, outcome=name)
+        kept.wait_least("tandem_tier_prefetched_blocks_total", blocks + TOKENS / 3 / BLOCK, outcome=name)
     kept.wait_idle()
 
 
@@ -196,7 +189,7 @@ def test_people_drop_and_warm(kept: Cluster, computed: list[Any], tmp_path: Path
     dropped = int(tandem(kept, "drop").split()[0])
     assert dropped > 0
     kill(kept, "kv")
-    wait_for(kept, "tandem_tier_capacity_bytes", 1, tier="disk")  # its successor is there
+    kept.wait_least("tandem_tier_capacity_bytes", 1, tier="disk")  # its successor is there
     (state,) = json.loads(tandem(kept, "show", "--json"))
     assert state["tiers"]["disk"]["blocks"] < dropped  # but for what workers have still
     before = kept.metric("tandem_tier_stored_blocks_total", tier="host")
@@ -219,7 +212,7 @@ def test_sleeping_workers_forget_nothing(kept: Cluster, computed: list[Any]) -> 
     told = re.findall(r"has what is forgotten +blocks=(\d+) kept=(\d+)", kept.log.read_text()[slept:])
     assert len(told) == 2
     must_hit(all(blocks == copied != "0" for blocks, copied in told), f"sleep was not put off for longer: {told}")
-    wait_for(kept, "tandem_router_workers", 2)
+    kept.wait_least("tandem_router_workers", 2)
     before = kept.metric("tandem_prompt_tokens_total", source="tier")
     assert same([ask(kept, number)[0]], [answer])
     must_hit(kept.metric("tandem_prompt_tokens_total", source="tier") > before, "computing was quicker")
@@ -267,7 +260,7 @@ def test_stores_that_clusters_share(tmp_path: Path) -> None:
         try:
             answers += [ask(running, number)[0] for number in (1, 2)]
             for tier in ("disk", "redis", "object"):
-                wait_for(running, "tandem_tier_blocks", 2 * MOST * blocks, tier=tier)
+                running.wait_least("tandem_tier_blocks", 2 * MOST * blocks, tier=tier)
             for tier in ("redis", "object"):
                 small, unpacked = (running.metric(WRITTEN, tier=tier, form=form) for form in ("packed", "unpacked"))
                 must_hit(small, f"what {tier} took was not answered in time, and so not counted")
@@ -281,7 +274,7 @@ def test_stores_that_clusters_share(tmp_path: Path) -> None:
         assert any(footer[6] in place for footer in known)
         running = start_cluster(tmp_path / "second", *workers, *tiers, *shared, model=model, env=env)
         try:
-            wait_for(running, "tandem_router_index_blocks", 2 * MOST * blocks)
+            running.wait_least("tandem_router_index_blocks", 2 * MOST * blocks)
             again = [ask(running, 1)[0]]
             hits = running.metric("tandem_tier_hit_blocks_total", tier="redis")
             must_hit(hits >= blocks / 2, f"only {hits} blocks came from Redis in time")
@@ -297,7 +290,7 @@ def test_stores_that_clusters_share(tmp_path: Path) -> None:
             objects.stop()
             ask(running, 3)
             assert same([*again, ask(running, 1)[0]], [*answers, answers[0]])
-            wait_for(running, "tandem_tier_faults_total", 1, tier="redis")
+            running.wait_least("tandem_tier_faults_total", 1, tier="redis")
             if stored < before + blocks / 3:
                 pytest.skip("all answers are right, but none came from S3: reading took longer than computing")
         finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from supervised import runs
 
 from engine.attention.base import Span
 from engine.attention.table_rows import TableRows
@@ -229,17 +230,9 @@ def test_a_rank_ends_with_rank_0(llama_folder: Path) -> None:
         process.kill()
         process.wait()
         deadline = time.monotonic() + 10
-        while is_running(rank) and time.monotonic() < deadline:
+        while runs(rank) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not is_running(rank)
-
-
-def is_running(pid: int) -> bool:
-    """Whether it has not ended; one that nobody has waited for is a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+        assert not runs(rank)
 
 
 def children(of: int | None = None) -> list[int]:

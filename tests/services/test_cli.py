@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import structlog
 from cluster.tiny import tiny_model
+from supervised import runs
 from typer.testing import CliRunner
 
 from services import logs
@@ -240,7 +241,7 @@ def test_nothing_is_left_of_a_killed_up(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     deadline = time.monotonic() + 10
-    while left := [pid for pid in children if _runs(pid)]:
+    while left := [pid for pid in children if runs(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
     assert segments.isdisjoint(os.listdir("/dev/shm"))
@@ -249,13 +250,6 @@ def test_nothing_is_left_of_a_killed_up(tmp_path: Path) -> None:
 def _children(parent: int) -> set[int]:
     tasks = Path(f"/proc/{parent}/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
