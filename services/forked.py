@@ -17,6 +17,7 @@ from services.fork_server import MESSAGE_BYTES, Start
 from services.process import die_with_parent
 
 _LONGEST_PID = 32  # bytes
+_END_LOOKS, _END_PAUSE = 100, 0.01  # seconds between two; one second in all
 
 
 class ForkedProcess:
@@ -74,8 +75,10 @@ class ForkServer:
         if len(message) > MESSAGE_BYTES:
             raise OSError(f"an environment of {len(message):,} bytes is too large for a fork")
         async with self._turn:
-            # It may have died a moment ago, so that it is tried twice.
-            pid = await self._ask(message, output) or await self._ask(message, output)
+            pid = await self._ask(message, output)
+            if not pid:  # it dies, or did a moment ago: the next one is asked
+                await self._end()
+                pid = await self._ask(message, output)
         if not pid:
             raise OSError("the fork server dies")
         return ForkedProcess(pid)
@@ -96,6 +99,13 @@ class ForkServer:
         finally:
             os.close(write)
         return int(await _read(read) or 0)
+
+    async def _end(self) -> None:
+        """Waits for the end of a server that does not answer: until then it cannot be told from one that runs."""
+        for _ in range(_END_LOOKS):
+            if self._process is None or self._process.poll() is not None:
+                return
+            await asyncio.sleep(_END_PAUSE)
 
     def close(self) -> None:
         """Ends the server; who waits for a fork gets an OSError. What it forked runs on."""
